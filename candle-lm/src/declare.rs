@@ -12,11 +12,11 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 use candle_dist::ProcessGroup;
 use candle_pipe::graph::{Ctx, ValueId};
-use candle_pipe::{Error, In, LossReduction, PipeBuilder, Result, Share, StageOp, stage_op};
+use candle_pipe::{Error, In, LossReduction, PipeBuilder, Result, Share, StageOp, Value, stage_op};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{self, ActiveAdapters, Embedding, Linear, MeshVarBuilder};
 use candle_shard::parallel::LayerKind;
-use candle_shard::{CrossEntropy, DTensor, Placements, Reduction, Replicate};
+use candle_shard::{CrossEntropy, DTensor, Placement, Placements, Reduction, Replicate};
 
 use crate::balance;
 use crate::between::BatchAxes;
@@ -64,7 +64,7 @@ pub fn writer(
     });
     // Only what follows the last token of each text is asked for.
     let h = model.norm(h, Some(spans), last_rows);
-    let logits = model.head(h, &[], |head, h, _| head(h)?.squeeze(0));
+    let [logits] = model.head(h, &[], |head, h, _| Ok([head(h)?.squeeze(0)?]));
     model.g.output("logits", logits);
     cut.finish(model.g, config)
 }
@@ -82,8 +82,9 @@ pub fn scorer(config: &Config, longest: usize, cut: &StageCut<'_>) -> Result<Dec
         move |h: &DTensor, _: Option<&Tensor>| layer.run(|layer| layer.forward(h, &angles, None))
     });
     let h = model.norm(h, None, |h, _| Ok(h.clone()));
-    let loss = model.head(h, &[targets], |head, h, others| losses(h, &others[0], head)?.reshape((1,)));
-    model.g.output("sum", loss);
+    let [sum] =
+        model.head(h, &[targets], |head, h, others| Ok([losses(h, &others[0], head)?.reshape((1,))?]));
+    model.g.output("sum", sum);
     cut.finish(model.g, config)
 }
 
@@ -114,7 +115,7 @@ pub fn learner_graph(
     recompute: bool,
     replicas: Option<&ProcessGroup>,
 ) -> PipeBuilder<MeshVarBuilder> {
-    declare_learner(config, length, recompute, replicas, false)
+    declare_learner(config, length, recompute, replicas, Rows::Whole)
 }
 
 /// The model that [learns](learner) rows that are packed of documents. A document sees itself alone, and its positions start at 0.
@@ -134,7 +135,37 @@ pub fn packed_learner(
     replicas: Option<&ProcessGroup>,
     cut: &StageCut<'_>,
 ) -> Result<DecoderPipe> {
-    cut.finish(declare_learner(config, length, recompute, replicas, true), config)
+    cut.finish(declare_learner(config, length, recompute, replicas, Rows::Packed), config)
+}
+
+/// The model that [learns](packed_learner) which of two answers to a prompt is the better one, by direct preference optimization (Rafailov
+/// et al. 2023). Each row has the better answer with its prompt as its first document, and the other one as its second.
+///
+/// Instead of `ratio` there are `signs` `[rows, tokens]`, f32: β at the targets of the better answer, -β at those of the other one, and 0
+/// where no target counts. `margins` `[rows]`, f32, are those of a reference. The output of this name has the model's own: the sum of the
+/// signs times the log probabilities of the targets. The loss of a row is `ln(1 + exp(reference - own))`.
+///
+/// # Errors
+/// Those of [`learner`].
+pub fn preference_learner(
+    config: &Config,
+    length: usize,
+    recompute: bool,
+    replicas: Option<&ProcessGroup>,
+    cut: &StageCut<'_>,
+) -> Result<DecoderPipe> {
+    cut.finish(declare_learner(config, length, recompute, replicas, Rows::Preferences), config)
+}
+
+/// What the rows are that a model learns.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Rows {
+    /// One text each.
+    Whole,
+    /// Documents that do not see each other.
+    Packed,
+    /// Two answers to a prompt.
+    Preferences,
 }
 
 fn declare_learner(
@@ -142,12 +173,16 @@ fn declare_learner(
     length: usize,
     recompute: bool,
     replicas: Option<&ProcessGroup>,
-    is_packed: bool,
+    rows: Rows,
 ) -> PipeBuilder<MeshVarBuilder> {
     let mut model = Declaration::new(config, BatchAxes::learner(length));
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
-    let documents = is_packed.then(|| model.g.input("documents", In::Arg));
-    model.ratio = is_packed.then(|| model.g.input("ratio", In::Arg));
+    let documents = (rows != Rows::Whole).then(|| model.g.input("documents", In::Arg));
+    model.ratio = (rows == Rows::Packed).then(|| model.g.input("ratio", In::Arg));
+    let compared = ["signs", "margins"].map(|name| {
+        let is_there = rows == Rows::Preferences;
+        is_there.then(|| model.g.input(name, In::Arg))
+    });
     let h = model.embed(tokens);
     let balanced = config.parts.experts.as_ref().filter(|experts| experts.balance > 0.0);
     let h = match balanced {
@@ -155,17 +190,45 @@ fn declare_learner(
         None => model.layers(h, documents, length, move |layer, angles, _| learned(layer, angles, recompute)),
     };
     let h = model.norm(h, None, |h, _| Ok(h.clone()));
-    let loss: OutputFn = match is_packed {
-        false => |head, h, others| head(h)?.cross_entropy(&others[0]),
-        true => |head, h, others| {
-            let ignore_index = Some(i64::from(IGNORED));
-            let loss = CrossEntropy { ignore_index, reduction: Reduction::Sum, ..CrossEntropy::default() };
-            loss.of_logits(&head(h)?, &others[0])?.affine(1.0 / others[0].elem_count() as f64, 0.0)
-        },
+    let loss = match (rows, compared) {
+        (Rows::Preferences, [Some(signs), Some(margins)]) => {
+            let [loss, margins] = model.head(h, &[targets, signs, margins], preference);
+            model.g.output("margins", margins);
+            loss
+        }
+        (Rows::Packed, _) => {
+            let [loss] = model.head(h, &[targets], |head, h, others| {
+                let sum = ignoring(Reduction::Sum).of_logits(&head(h)?, &others[0])?;
+                Ok([sum.affine(1.0 / others[0].elem_count() as f64, 0.0)?])
+            });
+            loss
+        }
+        _ => {
+            let [loss] =
+                model.head(h, &[targets], |head, h, others| Ok([head(h)?.cross_entropy(&others[0])?]));
+            loss
+        }
     };
-    let loss = model.head(h, &[targets], loss);
     model.g.loss(loss, LossReduction::Mean);
     model.g
+}
+
+/// The loss of targets that are not [`IGNORED`].
+fn ignoring(reduction: Reduction) -> CrossEntropy {
+    CrossEntropy { ignore_index: Some(i64::from(IGNORED)), reduction, ..CrossEntropy::default() }
+}
+
+/// The loss of preferences, and by how much the better answers are preferred; `others` are targets, signs and the margins of a reference.
+fn preference(head: &LogitsFn<'_>, h: &DTensor, others: &[DTensor]) -> candle_shard::Result<[DTensor; 2]> {
+    let losses = ignoring(Reduction::None).of_logits(&head(h)?, &others[0])?;
+    let parts = losses.mul(&others[1])?.sum(1)?.neg()?;
+    let is_of_rows = |placement: &Placement| placement.shard_dim().is_some();
+    let whole: Placements =
+        parts.placements().iter().map(|at| if is_of_rows(at) { *at } else { Replicate }).collect();
+    let margins = parts.redistribute(&whole)?;
+    let gained = margins.sub(&others[2])?;
+    let loss = gained.bce_with_logits_loss(&gained.detach().ones_like()?, Reduction::Mean)?;
+    Ok([loss, margins.detach()])
 }
 
 /// A model that is being declared.
@@ -303,8 +366,9 @@ impl Declaration {
         self.g.module("model.norm", build, [h].into_iter().chain(spans))
     }
 
-    /// What `end` makes of hidden states, with a function that computes their logits in f32, and of `others`.
-    fn head(&mut self, h: ValueId, others: &[ValueId], end: OutputFn) -> ValueId {
+    /// What `end` makes of hidden states, with a function that computes their logits in f32, and of `others`, which are tokens of rows, or
+    /// numbers of them.
+    fn head<const N: usize>(&mut self, h: ValueId, others: &[ValueId], end: OutputFn<N>) -> [ValueId; N] {
         let (config, is_tied, last, between) =
             (self.config.clone(), self.tied.is_some(), others.len(), self.between);
         let balance = self.balance.clone();
@@ -318,17 +382,22 @@ impl Declaration {
             let (config, vb, balance) = (config.clone(), vb.clone(), balance.clone());
             Ok(stage_op(move |xs, ctx| {
                 let h = between.enter(&xs[0], vb.mesh())?;
-                let others: Vec<DTensor> =
-                    xs[1..=last].iter().map(|x| between.enter_tokens(x, vb.mesh())).collect::<Result<_>>()?;
+                let enter = |x: &Value| match x.tensor()?.rank() {
+                    1 => between.enter(x, vb.mesh()),
+                    _ => between.enter_tokens(x, vb.mesh()),
+                };
+                let others: Vec<DTensor> = xs[1..=last].iter().map(enter).collect::<Result<_>>()?;
                 let end = |head: &Projection| {
-                    end(&|h| finished(head.forward(h)?.to_dtype(DType::F32)?, &config), &h, &others)
+                    let made =
+                        end(&|h| finished(head.forward(h)?.to_dtype(DType::F32)?, &config), &h, &others);
+                    made.map(Vec::from)
                 };
                 let mut made = in_mode(ctx, || match &own {
                     Some(own) => Ok::<_, Error>(own.run(end)?),
                     None => Ok(end(&Projection::Dense(Linear::tied(xs[xs.len() - 1].dtensor()?, &vb)?))?),
                 })?;
                 if ratio.is_some() {
-                    made = made.affine(xs[last + 1].float()?, 0.0)?;
+                    made[0] = made[0].affine(xs[last + 1].float()?, 0.0)?;
                 }
                 if let Some(Balance { layers, factor, replicas, .. }) =
                     balance.as_ref().filter(|_| ctx.training)
@@ -338,18 +407,18 @@ impl Declaration {
                     let rows = layers * others[0].elem_count();
                     let whole = Placements::from_elem(Replicate, sums.mesh().ndim());
                     let added = balance::loss(&sums, rows, *factor, replicas.as_ref())?;
-                    made = made.redistribute(&whole)?.add(&added)?;
+                    made[0] = made[0].redistribute(&whole)?.add(&added)?;
                 }
-                Ok(vec![between.leave(&made)?])
+                made.iter().map(|made| between.leave(made)).collect()
             }))
         };
         let inputs = [h].into_iter().chain(others.iter().copied()).chain(ratio).chain(sums).chain(self.tied);
-        self.g.module("lm_head", build, inputs)
+        self.g.module_many("lm_head", build, inputs)
     }
 }
 
 /// What the last node makes of the output layer, hidden states and other inputs.
-type OutputFn = fn(&LogitsFn<'_>, &DTensor, &[DTensor]) -> candle_shard::Result<DTensor>;
+type OutputFn<const N: usize> = fn(&LogitsFn<'_>, &DTensor, &[DTensor]) -> candle_shard::Result<[DTensor; N]>;
 
 /// What computes the logits of hidden states.
 type LogitsFn<'a> = dyn Fn(&DTensor) -> candle_shard::Result<DTensor> + 'a;

@@ -94,7 +94,11 @@ impl Job {
         let mut config = self.files.config.clone();
         // A frozen table of blocks is held once, whichever layers read it.
         config.tie_word_embeddings &= self.lora.is_none() || !self.files.has_quantized_head();
-        let learner = if self.is_packed() { declare::packed_learner } else { declare::learner };
+        let learner = match self.recipe.dpo {
+            Some(_) => declare::preference_learner,
+            None if self.is_packed() => declare::packed_learner,
+            None => declare::learner,
+        };
         learner(&config, self.recipe.seq_len, self.recompute, replicas, &cut)
     }
 

@@ -8,6 +8,7 @@ pub mod job;
 mod local;
 pub mod loop_state;
 pub mod metrics;
+mod preference;
 pub mod rate;
 pub mod recipe;
 pub mod resume;

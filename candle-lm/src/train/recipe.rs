@@ -24,6 +24,9 @@ pub struct Recipe {
     pub dtype: DTypeName,
     /// The seed of the batches, and of a random model.
     pub seed: u64,
+    /// The β of direct preference optimization, if preferences are learned.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dpo: Option<f64>,
     /// How replicas meet that train apart; without it they take each step together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub local: Option<LocalRecipe>,
@@ -87,7 +90,17 @@ const MOST_TOKENS: usize = 1 << 27;
 impl Default for Recipe {
     fn default() -> Self {
         let (rate, dtype) = (Rate::default(), DTypeName::F32);
-        Self { rate, batch: 8, seq_len: 128, weight_decay: 0.1, clip_norm: 1.0, dtype, seed: 0, local: None }
+        Self {
+            rate,
+            batch: 8,
+            seq_len: 128,
+            weight_decay: 0.1,
+            clip_norm: 1.0,
+            dtype,
+            seed: 0,
+            dpo: None,
+            local: None,
+        }
     }
 }
 
@@ -115,6 +128,12 @@ impl Recipe {
                 "{flag} {value} is no finite number of at least 0: give 0 for none."
             );
         }
+        if let Some(beta) = self.dpo {
+            require!(
+                beta.is_finite() && beta > 0.0,
+                "--dpo {beta} is not a positive finite number: try 0.1."
+            );
+        }
         self.local.map_or(Ok(()), LocalRecipe::check)
     }
 
@@ -124,8 +143,9 @@ impl Recipe {
     /// A sentence that names what was changed and must not be.
     pub fn check_follows(&self, saved: &Self) -> InputResult {
         let kept = |recipe: &Self| {
-            let Self { batch, seq_len, dtype, seed, .. } = recipe;
+            let Self { batch, seq_len, dtype, seed, dpo, .. } = recipe;
             [
+                ("--dpo", dpo.map_or_else(|| "absence".to_owned(), |beta| beta.to_string())),
                 ("--batch", batch.to_string()),
                 ("--seq-len", seq_len.to_string()),
                 ("--dtype", dtype.to_string()),

@@ -26,6 +26,7 @@ use super::job::Job;
 use super::local::{self, LocalReplica};
 use super::loop_state::{BestLoss, LoopState};
 use super::metrics::UpdateNorm;
+use super::preference;
 use super::valid;
 use crate::agree::agreed;
 use crate::dtype::DTypeName;
@@ -334,7 +335,7 @@ impl<'a> Trainer<'a> {
     pub fn gradients(&self, step: usize) -> Result<(f64, GradStore)> {
         let (Job { recipe, accumulate, .. }, pipeline) = (self.job, self.job.pipeline);
         let batch = self.job.text.batch(recipe, step, self.world.device())?;
-        let own = part_of(&self.mesh, self.job)?;
+        let (own, stages) = (part_of(&self.mesh, self.job)?, self.mesh.axis_group("pp")?);
         let (own, replicas, all, mut first) = match &self.replica {
             None => (own, pipeline.parts(), recipe.batch, 0),
             Some(_) => {
@@ -347,8 +348,9 @@ impl<'a> Trainer<'a> {
         let (mut accumulator, mut loss) = (GradAccumulator::new(&self.parameters.vars()), 0.0);
         for rows in microbatch_sizes(all, *accumulate) {
             let share = rows as f64 / all as f64;
-            let (cut, mut options) = batch.part(first..first + rows, &own, step as u64)?;
-            options.loss_scale = scale;
+            let (cut, options) =
+                preference::part(&self.runtime, stages, &batch, first..first + rows, &own, step as u64)?;
+            let options = options.loss_scale(scale).outputs(false);
             first += rows;
             let made = self.runtime.forward_backward(&cut, &options)?;
             self.weights_at_once.set(self.weights_at_once.get() + made.weights_at_once);
@@ -455,5 +457,5 @@ fn ensure_alike(world: &ProcessGroup, job: &Job) -> Result<()> {
 
 /// Which part of a batch this rank of the mesh has.
 pub(super) fn part_of(mesh: &DeviceMesh, job: &Job) -> Result<BatchPart> {
-    BatchPart::of(mesh, &job.pipeline, job.fsdp, job.is_packed())
+    BatchPart::of(mesh, &job.pipeline, job.fsdp, job.is_packed(), job.recipe.dpo)
 }

@@ -7,6 +7,7 @@ use candle_pipe::{Runtime, StepOptions};
 
 use super::data::TrainingData;
 use super::job::Job;
+use super::preference;
 use super::trainer::part_of;
 
 /// What one microbatch is, on all replicas together: the sequences of each replica, and how many sequences the mean of
@@ -68,7 +69,7 @@ pub(super) fn loss(
         let of_replica = |replica: usize| slots.iter().flat_map(move |slot| &slot.rows[replica]);
         let all: Vec<usize> = (0..replicas).flat_map(of_replica).copied().collect();
         let batch = text.pick(&all, seq_len, world.device())?;
-        let (batch, _) = batch.part(0..all.len(), &own, 0)?;
+        let (batch, _) = preference::part(runtime, mesh.axis_group("pp")?, &batch, 0..all.len(), &own, 0)?;
         let losses = runtime.evaluate(&batch, &StepOptions::default().outputs(false))?.step.losses;
         for (slot, loss) in slots.iter().zip(losses) {
             sum += slot.counts as f64 * f64::from(loss.to_device(&Device::Cpu)?.to_scalar::<f32>()?);

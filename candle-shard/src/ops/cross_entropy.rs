@@ -61,7 +61,7 @@ impl DTensor {
 }
 
 impl CrossEntropy {
-    /// The loss of logits `[.., classes]` against `targets` (u32 or i64, `[..]`), a scalar.
+    /// The loss of logits `[.., classes]` against `targets` (u32 or i64, `[..]`): a scalar, or `[..]` without a reduction.
     ///
     /// # Errors
     /// If shapes or dtypes do not agree, the label smoothing is not in `[0, 1]`, or a target is neither a class nor
@@ -81,11 +81,11 @@ impl CrossEntropy {
             let flat = local.reshape((goals.rows.len(), local.dims()[class_dim]))?;
             let axes: SmallVec<[usize; 2]> = logits.sharded_axes(class_dim).collect();
             let join = |values: &Tensor, op| join(values, op, logits, &axes).map_err(Into::into);
-            Ok(empty::compute(&kernels::weighted_cross_entropy(&flat, goals, &join)?, Tensor::sum_all)?)
+            self.reduced(&kernels::weighted_cross_entropy(&flat, goals, &join)?, &x[1])
         })
     }
 
-    /// The loss of log probabilities `[.., classes]` against `targets` (u32 or i64, `[..]`), a scalar.
+    /// The loss of log probabilities `[.., classes]` against `targets` (u32 or i64, `[..]`): a scalar, or `[..]` without a reduction.
     ///
     /// # Errors
     /// Those of [`of_logits`](Self::of_logits), and one if there is label smoothing.
@@ -99,7 +99,8 @@ impl CrossEntropy {
             let local = x[0].to_local();
             let (rows, classes) = (goals.rows.len(), local.dims()[x[0].rank() - 1]);
             if rows * classes == 0 {
-                return neutral(&x[..1], &[], loss_dtype(x[0].dtype()));
+                let dims = if self.reduction == Reduction::None { x[1].to_local().dims() } else { &[] };
+                return neutral(&x[..1], dims, loss_dtype(x[0].dtype()));
             }
             let index = goals.rows.iter().map(|goal| goal.class.unwrap_or(0) as u32);
             let index = Tensor::from_iter(index, local.device())?.unsqueeze(1)?;
@@ -112,11 +113,57 @@ impl CrossEntropy {
             )?;
             let weights = Tensor::from_iter(goals.rows.iter().map(|goal| -goal.peak), local.device())?;
             let picked = here.where_cond(&picked, &picked.zeros_like()?)?;
-            Ok((picked * weights.to_dtype(loss_dtype(x[0].dtype()))?)?.sum_all()?)
+            self.reduced(&(picked * weights.to_dtype(loss_dtype(x[0].dtype()))?)?, &x[1])
         })
     }
 
-    /// Reduces a loss; `local` is its sum over the rows and classes of this rank.
+    /// The losses `[rows]` of this rank's classes as they leave the op: their sum, or in the shape of its `targets`.
+    fn reduced(&self, losses: &Tensor, targets: &DTensor) -> Result<Tensor> {
+        Ok(match self.reduction {
+            Reduction::None => losses.reshape(targets.to_local().dims())?,
+            _ => empty::compute(losses, Tensor::sum_all)?,
+        })
+    }
+
+    fn signature(
+        &self,
+        op: &'static str,
+        scores: &DTensor,
+        targets: &DTensor,
+        weights: Option<&DTensor>,
+    ) -> Result<Signature> {
+        let Some((&classes, leading)) = scores.dims().split_last() else {
+            return Error::op(op, format!("logits {}: expected [.., classes]", scores.spec()));
+        };
+        scores.check_float(op)?;
+        if targets.dims() != leading || !matches!(targets.dtype(), DType::U32 | DType::I64) {
+            let reason = format!(
+                "targets {} for logits {}: expected {leading:?} u32 or i64",
+                targets.spec(),
+                scores.spec()
+            );
+            return Error::op(op, reason);
+        }
+        if let Some(weights) = weights.filter(|w| w.dims() != [classes] || !w.dtype().is_float()) {
+            let reason = format!(
+                "class weights {} for logits {}: expected floats [{classes}]",
+                weights.spec(),
+                scores.spec()
+            );
+            return Error::op(op, reason);
+        }
+        let row = |score, target, out| ShardingRule {
+            out,
+            ins: [score, target].into_iter().chain(weights.map(|_| Replicate)).collect(),
+        };
+        let is_whole = self.reduction == Reduction::None;
+        let out = |d| if is_whole { Shard(d) } else { SUM };
+        let mut rows: ShardingRules = (0..leading.len()).map(|d| row(Shard(d), Shard(d), out(d))).collect();
+        rows.push(row(Shard(leading.len()), Replicate, SUM));
+        Ok(Signature::new(rows, if is_whole { leading } else { &[] }, loss_dtype(scores.dtype())))
+    }
+
+    /// Reduces a loss; `local` is its sum over the rows and classes of this rank, or over the classes alone.
     #[track_caller]
     fn run(
         &self,
@@ -128,19 +175,19 @@ impl CrossEntropy {
         let weights = self.class_weights.as_ref().map(DTensor::detach);
         let known = Indexes::default();
         let inputs: SmallVec<[&DTensor; 3]> = [scores, targets].into_iter().chain(&weights).collect();
-        let signature = || signature(op, scores, targets, weights.as_ref());
-        let sum = rules::run(op, &[], &inputs, signature, |x, _| {
+        let signature = || self.signature(op, scores, targets, weights.as_ref());
+        let made = rules::run(op, &[self.reduction as usize], &inputs, signature, |x, _| {
             let goals = self.goals(op, &x[0], [targets, &x[1]], x.get(2), &known)?;
             local(x, goals)
         })?;
         let loss = match self.reduction {
-            Reduction::Sum => sum,
+            Reduction::Sum | Reduction::None => made,
             Reduction::Mean if self.ignore_index.is_none() && weights.is_none() => {
-                sum.affine(1.0 / targets.elem_count() as f64, 0.0)?
+                made.affine(1.0 / targets.elem_count() as f64, 0.0)?
             }
             Reduction::Mean => {
                 let total = self.total_weight(op, scores, targets, weights.as_ref(), &known)?;
-                inherent(|| sum.div(&total))?
+                inherent(|| made.div(&total))?
             }
         };
         inherent(|| loss.to_dtype(scores.dtype()))
@@ -237,41 +284,6 @@ struct ClassTargets {
 
 fn weight_of(weights: &Option<Vec<f64>>, class: usize) -> f64 {
     weights.as_ref().map_or(1.0, |weights| weights[class])
-}
-
-fn signature(
-    op: &'static str,
-    scores: &DTensor,
-    targets: &DTensor,
-    weights: Option<&DTensor>,
-) -> Result<Signature> {
-    let Some((&classes, leading)) = scores.dims().split_last() else {
-        return Error::op(op, format!("logits {}: expected [.., classes]", scores.spec()));
-    };
-    scores.check_float(op)?;
-    if targets.dims() != leading || !matches!(targets.dtype(), DType::U32 | DType::I64) {
-        let reason = format!(
-            "targets {} for logits {}: expected {leading:?} u32 or i64",
-            targets.spec(),
-            scores.spec()
-        );
-        return Error::op(op, reason);
-    }
-    if let Some(weights) = weights.filter(|w| w.dims() != [classes] || !w.dtype().is_float()) {
-        let reason = format!(
-            "class weights {} for logits {}: expected floats [{classes}]",
-            weights.spec(),
-            scores.spec()
-        );
-        return Error::op(op, reason);
-    }
-    let row = |score, target| ShardingRule {
-        out: SUM,
-        ins: [score, target].into_iter().chain(weights.map(|_| Replicate)).collect(),
-    };
-    let mut rows: ShardingRules = (0..leading.len()).map(|d| row(Shard(d), Shard(d))).collect();
-    rows.push(row(Shard(leading.len()), Replicate));
-    Ok(Signature::new(rows, &[], loss_dtype(scores.dtype())))
 }
 
 /// Reduces `values` over the ranks that hold the other classes. The gradient of a sum is summed over them too.

@@ -7,7 +7,7 @@ use crate::strict::inherent;
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
 
-/// How the losses of the elements are reduced to a scalar.
+/// How the losses of the elements are reduced.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Reduction {
     /// The mean over all elements that count, on all ranks.
@@ -15,16 +15,18 @@ pub enum Reduction {
     Mean,
     /// The sum.
     Sum,
+    /// Not at all: one loss for each element, or for each target.
+    None,
 }
 
 impl DTensor {
-    /// The squared error `(x - target)²`, reduced to a scalar.
+    /// The squared error `(x - target)²`.
     #[track_caller]
     pub fn mse_loss(&self, target: &Self, reduction: Reduction) -> Result<Self> {
         self.elementwise_loss("mse_loss", target, reduction, &|x, target| (x - target)?.sqr())
     }
 
-    /// The absolute error `|x - target|`, reduced to a scalar. Its gradient is 0 where the two are equal.
+    /// The absolute error `|x - target|`. Its gradient is 0 where the two are equal.
     #[track_caller]
     pub fn l1_loss(&self, target: &Self, reduction: Reduction) -> Result<Self> {
         self.elementwise_loss("l1_loss", target, reduction, &|x, target| {
@@ -34,7 +36,7 @@ impl DTensor {
         })
     }
 
-    /// Half the squared error up to `delta` and linear beyond, reduced to a scalar (Huber 1964).
+    /// Half the squared error up to `delta` and linear beyond (Huber 1964).
     ///
     /// # Errors
     /// If `delta` is not positive.
@@ -51,7 +53,7 @@ impl DTensor {
         })
     }
 
-    /// The binary cross entropy of these logits against probabilities `target`, reduced to a scalar.
+    /// The binary cross entropy of these logits against probabilities `target`.
     #[track_caller]
     pub fn bce_with_logits_loss(&self, target: &Self, reduction: Reduction) -> Result<Self> {
         self.elementwise_loss("bce_with_logits_loss", target, reduction, &|x, target| {
@@ -78,23 +80,30 @@ impl DTensor {
                     format!("{} against {}: expected one shape and dtype", self.spec(), target.spec());
                 return Error::op(op, reason);
             }
-            let row = |d| ShardingRule::new(Placement::PARTIAL_SUM, &[Shard(d), Shard(d)]);
+            let row = |d| {
+                let out = if reduction == Reduction::None { Shard(d) } else { Placement::PARTIAL_SUM };
+                ShardingRule::new(out, &[Shard(d), Shard(d)])
+            };
+            let dims = if reduction == Reduction::None { self.dims() } else { &[] };
             Ok(Signature::new(
                 (0..self.rank()).map(row).collect::<ShardingRules>(),
-                &[],
+                dims,
                 loss_dtype(self.dtype()),
             ))
         };
-        let sum = rules::run(op, &[], &[self, target], signature, |x, out| {
-            if x[0].to_local().elem_count() == 0 {
-                return neutral(x, &[], out.dtype());
+        let made = rules::run(op, &[reduction as usize], &[self, target], signature, |x, out| {
+            let local = x[0].to_local();
+            if local.elem_count() == 0 {
+                let dims = if reduction == Reduction::None { local.dims() } else { &[] };
+                return neutral(x, dims, out.dtype());
             }
             let [x, target] = [&x[0], &x[1]].map(|x| x.to_local().to_dtype(out.dtype()));
-            Ok(loss(&x?, &target?)?.sum_all()?)
+            let losses = loss(&x?, &target?)?;
+            Ok(if reduction == Reduction::None { losses } else { losses.sum_all()? })
         })?;
         let loss = match reduction {
-            Reduction::Sum => sum,
-            Reduction::Mean => sum.affine(1.0 / self.elem_count() as f64, 0.0)?,
+            Reduction::Sum | Reduction::None => made,
+            Reduction::Mean => made.affine(1.0 / self.elem_count() as f64, 0.0)?,
         };
         inherent(|| loss.to_dtype(self.dtype()))
     }

@@ -51,6 +51,11 @@ pub struct TrainArgs {
     #[arg(long, value_name = "OPTIONS", requires_all = ["train", "model"], conflicts_with_all = ["resume", "fresh"])]
     pub lora: Option<LoraFlag>,
 
+    /// Learn which of two answers is the better one, by direct preference optimization with this β: the records of --data have prompt,
+    /// chosen and rejected. The model without the adapter of --lora is the reference
+    #[arg(long, value_name = "BETA", num_args = 0..=1, default_missing_value = "0.1", requires = "data")]
+    pub dpo: Option<f64>,
+
     /// Optimizer steps, including those before --resume [default: 100]; after the end of a decay the learning rate
     /// stays constant, unless --decay is given
     #[arg(long, value_name = "N", requires = "train")]
@@ -221,10 +226,10 @@ impl TrainArgs {
         self.train.is_some() || !self.data.is_empty()
     }
 
-    /// How records become sequences.
-    pub fn data_options(&self) -> DataOptions {
+    /// How records become sequences, those of preferences too.
+    pub fn data_options(&self, preferences: bool) -> DataOptions {
         let Self { too_long, skip_bad_lines, no_packing: apart, .. } = *self;
-        DataOptions { too_long, skip_bad_lines, apart }
+        DataOptions { too_long, skip_bad_lines, apart, preferences }
     }
 
     /// Returns the recipe of the flags; options without a flag are those of the checkpoint, or of `base`.
@@ -257,6 +262,7 @@ impl TrainArgs {
             clip_norm: self.clip_norm.unwrap_or(base.clip_norm),
             dtype: dtype.unwrap_or(base.dtype),
             seed: seed.unwrap_or(base.seed),
+            dpo: self.dpo.or(base.dpo),
             local: self.local(base.local)?,
         };
         recipe.check().map_err(refusal)?;

@@ -102,7 +102,11 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
         Some(_) => Vec::new(),
         None => job::beside(&folder, &files.config, recipe.dtype)?,
     };
-    let (text, valid) = texts(flags, &files, recipe.seq_len)?;
+    if recipe.dpo.is_some() && lora.is_none() {
+        let said = "--dpo trains an adapter, without which the model is the reference: give --lora too.";
+        return Err(UsageError(said.into()).into());
+    }
+    let (text, valid) = texts(flags, &files, &recipe)?;
     let (mut damaged, mut notes) = (Vec::new(), Vec::new());
     if let Some(resumed) = &mut resumed {
         job::check_text(&text, &resumed.state)?;
@@ -168,11 +172,16 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
 }
 
 /// Reads what is learned, and what has a validation loss.
-fn texts(flags: &TrainArgs, files: &Files, seq_len: usize) -> Result<(TrainingData, Option<TrainingData>)> {
+fn texts(flags: &TrainArgs, files: &Files, recipe: &Recipe) -> Result<(TrainingData, Option<TrainingData>)> {
+    let (seq_len, preferences) = (recipe.seq_len, recipe.dpo.is_some());
     let records = |flag, paths: &[PathBuf]| {
-        flags.data_options().read(flag, paths, &RecordEncoder::new(files)?, seq_len)
+        flags.data_options(preferences).read(flag, paths, &RecordEncoder::new(files)?, seq_len)
     };
     let text = |flag, path: &Path| -> Result<TrainingData> {
+        if preferences {
+            let said = format!("{flag} {} is a text, and --dpo learns records of --data.", path.display());
+            return Err(UsageError(said).into());
+        }
         let tokenizer = files.tokenizer()?;
         let text = Corpus::read(flag, path, &tokenizer, files.config.vocab_size, seq_len)?;
         Ok(TrainingData::Text(text))

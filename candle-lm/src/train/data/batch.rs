@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use anyhow::Result;
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_dist::DeviceMesh;
 use candle_pipe::microbatch::{Microbatches, microbatch_sizes, split_args_kwargs_into_chunks};
 use candle_pipe::{Batch, Kwargs, Pipeline, StepOptions, Value};
@@ -21,6 +21,9 @@ pub struct SequenceBatch {
     /// The positions of tokens in their documents, same shape, as [`packed_learner`](crate::declare::packed_learner) takes them; none if each
     /// sequence is one document. On the host.
     pub positions: Option<Tensor>,
+    /// Where sequences have a better and another answer to a prompt: 1 for targets of the first one that count, and -1 for those of the other
+    /// one, f32 of the same shape.
+    pub signs: Option<Tensor>,
     /// The factor that makes the mean over all targets of a batch one over those that count.
     pub ratio: f64,
 }
@@ -34,6 +37,8 @@ pub struct BatchPart {
     together: usize,
     microbatches: usize,
     is_packed: bool,
+    /// The factor of margins between preferences.
+    beta: f64,
 }
 
 impl BatchPart {
@@ -43,11 +48,18 @@ impl BatchPart {
         pipeline: &Pipeline,
         fsdp: bool,
         is_packed: bool,
+        dpo: Option<f64>,
     ) -> Result<Self> {
         let experts = mesh.size_of(EXPERT_AXIS)?;
         let part = mesh.local_rank("dp")? * experts + mesh.local_rank(EXPERT_AXIS)?;
         let together = if fsdp { pipeline.dp * experts } else { experts };
-        Ok(Self { part, parts: pipeline.parts(), together, microbatches: pipeline.microbatches, is_packed })
+        let (parts, microbatches, beta) = (pipeline.parts(), pipeline.microbatches, dpo.unwrap_or(1.0));
+        Ok(Self { part, parts, together, microbatches, is_packed, beta })
+    }
+
+    /// How many of so many rows a rank has.
+    pub(in crate::train) fn rows(&self, all: usize) -> usize {
+        microbatch_sizes(all, self.parts)[self.part]
     }
 
     /// That of what this replica has by itself, of which its `experts` ranks have equal parts.
@@ -59,10 +71,11 @@ impl BatchPart {
 impl SequenceBatch {
     /// Windows of a text, all of whose targets count.
     pub(super) fn of_windows(Batch { tokens, targets }: Batch) -> Self {
-        Self { tokens, targets, positions: None, ratio: 1.0 }
+        Self { tokens, targets, positions: None, signs: None, ratio: 1.0 }
     }
 
-    /// Returns what a rank has of some of the sequences, cut into microbatches, and the weights of their losses.
+    /// Returns what a rank has of some of the sequences, cut into microbatches, and the weights of their losses. Preferences are compared
+    /// with `margins`, or with 0: by how much the log probability of the better answer is larger, `[sequences]` of this rank, f32.
     ///
     /// # Errors
     /// If there are fewer sequences than microbatches of all parts.
@@ -71,6 +84,7 @@ impl SequenceBatch {
         rows: Range<usize>,
         of: &BatchPart,
         step: u64,
+        margins: Option<&Tensor>,
     ) -> candle_pipe::Result<(Microbatches, StepOptions)> {
         let all = Batch { tokens: self.tokens.clone(), targets: self.targets.clone() }.rows(rows.clone())?;
         let (cut, mut options) = all.part(of.part, of.parts, of.microbatches, step)?;
@@ -80,7 +94,7 @@ impl SequenceBatch {
         }
         let sizes = microbatch_sizes(rows.len(), of.parts);
         let first = |part: usize| rows.start + sizes[..part].iter().sum::<usize>();
-        let (own, mine) = (first(of.part), sizes[of.part]);
+        let (own, mine) = (first(of.part), of.rows(rows.len()));
         let narrow = |tensor: &Tensor| tensor.narrow(0, own, mine);
         // Parts on one mesh have equally many rows.
         let group = of.part - of.part % of.together;
@@ -90,7 +104,15 @@ impl SequenceBatch {
         let positions = self.positions()?.index_select(&index, 0)?;
         let documents = positions.reshape((mine, of.together, ()))?;
         let inputs = [narrow(&self.tokens)?, narrow(&self.targets)?, documents].map(Value::from);
-        let inputs: Vec<Value> = inputs.into_iter().chain([Value::Float(self.ratio)]).collect();
+        let last = match &self.signs {
+            None => vec![Value::Float(self.ratio)],
+            Some(signs) => {
+                let none = || Tensor::zeros(mine, DType::F32, self.tokens.device());
+                let margins = margins.map_or_else(none, |margins| Ok(margins.clone()))?;
+                vec![narrow(signs)?.affine(of.beta, 0.0)?.into(), margins.into()]
+            }
+        };
+        let inputs: Vec<Value> = inputs.into_iter().chain(last).collect();
         let cut = split_args_kwargs_into_chunks(&inputs, &Kwargs::new(), of.microbatches, None, None)?;
         Ok((cut, options))
     }

@@ -26,6 +26,8 @@ pub struct DocumentSet {
     /// The documents of each sequence.
     sequences: Vec<Vec<usize>>,
     seq_len: usize,
+    /// Whether each sequence has a better and another answer to a prompt.
+    preferences: bool,
     /// How many tokens are predicted in an epoch.
     counted: usize,
     /// What was left out or cut, a sentence each.
@@ -36,7 +38,7 @@ impl DocumentSet {
     /// A set for sequences of so many tokens, without documents.
     pub(super) fn new(seq_len: usize) -> Self {
         let (tokens, counts, sequences, notes) = Default::default();
-        Self { tokens, counts, starts: vec![0], sequences, seq_len, counted: 0, notes }
+        Self { tokens, counts, starts: vec![0], sequences, seq_len, preferences: false, counted: 0, notes }
     }
 
     /// Adds a document of at most one token more than a sequence has.
@@ -50,7 +52,9 @@ impl DocumentSet {
     /// Packs all documents.
     pub(super) fn pack(&mut self, options: &DataOptions) {
         let places: Vec<usize> = self.starts.windows(2).map(|pair| pair[1] - pair[0] - 1).collect();
+        self.preferences = options.preferences;
         self.sequences = match options.apart {
+            _ if self.preferences => (0..places.len() / 2).map(|pair| vec![2 * pair, 2 * pair + 1]).collect(),
             true => (0..places.len()).map(|document| vec![document]).collect(),
             false => packed(&places, self.seq_len),
         };
@@ -129,23 +133,31 @@ impl DocumentSet {
         let shape = (numbers.len(), self.seq_len);
         let places = shape.0 * shape.1;
         let [mut tokens, mut targets, mut positions] = [0; 3].map(|_| Vec::<u32>::with_capacity(places));
+        let mut signs: Vec<f32> = Vec::new();
         for (row, &number) in numbers.iter().enumerate() {
-            for &document in &self.sequences[number] {
+            for (nth, &document) in self.sequences[number].iter().enumerate() {
                 let (start, end) = (self.starts[document], self.starts[document + 1]);
                 tokens.extend(&self.tokens[start..end - 1]);
                 let behind = self.tokens[start + 1..end].iter().zip(&self.counts[start + 1..end]);
                 targets.extend(behind.map(|(&token, &counts)| if counts { token } else { IGNORED }));
                 positions.extend(0..(end - start - 1) as u32);
+                signs.extend(self.counts[start + 1..end].iter().map(|&counts| match (counts, nth) {
+                    (false, _) => 0.0,
+                    (true, 0) => 1.0,
+                    (true, _) => -1.0,
+                }));
             }
             let end = (row + 1) * self.seq_len;
             tokens.resize(end, 0);
             targets.resize(end, IGNORED);
             positions.resize(end, PADDING);
+            signs.resize(end, 0.0);
         }
         Ok(SequenceBatch {
             tokens: Tensor::from_vec(tokens, shape, device)?,
             targets: Tensor::from_vec(targets, shape, device)?,
             positions: Some(Tensor::from_vec(positions, shape, &Device::Cpu)?),
+            signs: self.preferences.then(|| Tensor::from_vec(signs, shape, device)).transpose()?,
             ratio,
         })
     }

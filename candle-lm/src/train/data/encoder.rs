@@ -51,18 +51,21 @@ impl RecordEncoder {
         Ok(Self { tokenizer, template, end, vocab_size: files.config.vocab_size })
     }
 
-    /// The tokens of a record.
+    /// The tokens of a record: one document, or two for a preference, of which the first is the better one.
     ///
     /// # Errors
     /// If the chat template refuses a conversation, or does not tell what the model writes in it; if the tokenizer fails; if there is
     /// no chat template.
-    pub fn encode(&self, record: &Record) -> Result<Document> {
+    pub fn encode(&self, record: &Record) -> Result<Vec<Document>> {
         let (spans, learned) = match record {
             Record::Text(text) => {
                 let spans = tokens::encode_spans(&self.tokenizer, text)?;
                 let tokens: Vec<u32> = spans.into_iter().map(|(token, _)| token).chain(self.end).collect();
                 let counts = vec![true; tokens.len()];
                 return self.checked(Document { tokens, counts });
+            }
+            Record::Preference { chosen, rejected } => {
+                return Ok([self.encode(chosen)?, self.encode(rejected)?].concat());
             }
             Record::Completion { prompt, completion } => {
                 let whole = format!("{prompt}{completion}");
@@ -84,9 +87,9 @@ impl RecordEncoder {
         self.checked(Document { tokens, counts })
     }
 
-    fn checked(&self, document: Document) -> Result<Document> {
+    fn checked(&self, document: Document) -> Result<Vec<Document>> {
         tokens::check(&document.tokens, self.vocab_size)?;
-        Ok(document)
+        Ok(vec![document])
     }
 }
 

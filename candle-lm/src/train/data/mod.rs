@@ -54,6 +54,8 @@ pub struct DataOptions {
     pub skip_bad_lines: bool,
     /// Whether each record has a sequence for itself; otherwise several share one.
     pub apart: bool,
+    /// Whether records are preferences, the two answers of which share a sequence.
+    pub preferences: bool,
 }
 
 impl TrainingData {

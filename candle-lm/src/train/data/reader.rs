@@ -105,10 +105,17 @@ fn documents(
 ) -> Result<Vec<Document>, String> {
     let line = std::str::from_utf8(line).map_err(|error| format!("it is no UTF-8 ({error})"))?;
     let record = Record::parse(line)?;
-    let document = encoder.encode(&record).map_err(|error| format!("{error:#}"))?;
-    let (has, takes) = (document.tokens.len(), seq_len + 1);
+    match (&record, options.preferences) {
+        (Record::Preference { .. }, false) => return Err("it is a preference, which --dpo learns".into()),
+        (Record::Preference { .. }, true) | (_, false) => {}
+        (_, true) => return Err("it is no preference, and --dpo learns prompt, chosen and rejected".into()),
+    }
+    let whole = encoder.encode(&record).map_err(|error| format!("{error:#}"))?;
+    // Two answers share a sequence.
+    let has = whole.iter().map(|document| document.tokens.len()).sum::<usize>();
+    let takes = seq_len + whole.len();
     let made = if has <= takes {
-        vec![document]
+        whole
     } else {
         match (options.too_long, &record) {
             (TooLong::Error, _) => {
@@ -122,17 +129,21 @@ fn documents(
             }
             (TooLong::Split, Record::Text(_)) => {
                 counts.split += 1;
-                split(&document, seq_len)
+                whole.iter().flat_map(|document| split(document, seq_len)).collect()
             }
             (TooLong::Cut | TooLong::Split, _) => {
                 counts.cut += 1;
-                vec![part(&document, 0, takes)]
+                let takes = seq_len / whole.len() + 1;
+                whole.iter().map(|document| part(document, 0, takes.min(document.tokens.len()))).collect()
             }
         }
     };
     match made.iter().all(|document| counted(&document.counts) > 0) {
         true => Ok(made),
         false if has > takes => Err(format!("none of its first {takes} tokens is to be predicted")),
+        false if made.len() > 1 && options.preferences => {
+            Err("none of the tokens of an answer is to be predicted".into())
+        }
         false => Err("none of its tokens is to be predicted".into()),
     }
 }

@@ -18,10 +18,18 @@ pub enum Record {
     },
     /// `{"messages": [{"role": .., "content": ..}, ..]}`: the messages of the assistant are learned.
     Chat(Vec<ChatMessage>),
+    /// `{"prompt": .., "chosen": .., "rejected": ..}`: that the first is the better answer to the prompt. The prompt and both answers are
+    /// texts, or lists of messages; the prompt of messages may be left out, and is then in both lists.
+    Preference {
+        /// The prompt with the better answer: a completion or a conversation, as the other one is.
+        chosen: Box<Record>,
+        /// The prompt with the other answer.
+        rejected: Box<Record>,
+    },
 }
 
 /// The fields of each kind.
-const KINDS: &str = "text, or prompt and completion, or messages";
+const KINDS: &str = "text, or prompt and completion, or messages, or prompt, chosen and rejected";
 
 impl Record {
     /// Reads a line.
@@ -44,17 +52,13 @@ impl Record {
         let has = |name: &str| fields.contains_key(name);
         let record = if has("text") {
             Self::Text(text(&mut fields, "text")?)
+        } else if has("chosen") || has("rejected") {
+            preference(&mut fields)?
         } else if has("prompt") || has("completion") {
             let [prompt, completion] = [text(&mut fields, "prompt")?, text(&mut fields, "completion")?];
             Self::Completion { prompt, completion }
         } else if has("messages") {
-            let Some(Value::Array(messages)) = fields.remove("messages") else {
-                return Err("its messages are no list".into());
-            };
-            if messages.is_empty() {
-                return Err("its messages are empty".into());
-            }
-            Self::Chat(messages.into_iter().enumerate().map(message).collect::<Result<_, _>>()?)
+            Self::Chat(messages(&mut fields, "messages")?)
         } else {
             let names: Vec<&str> = fields.keys().map(String::as_str).collect();
             return Err(format!("its fields are [{}], and a record has {KINDS}", names.join(", ")));
@@ -71,6 +75,38 @@ fn text(fields: &mut Map<String, Value>, name: &str) -> Result<String, String> {
     match fields.remove(name) {
         Some(Value::String(text)) => Ok(text),
         Some(other) => Err(format!("its {name} is {}, and no text", kind(&other))),
+        None => Err(format!("it has no {name}")),
+    }
+}
+
+/// Takes a prompt and two answers out of fields.
+fn preference(fields: &mut Map<String, Value>) -> Result<Record, String> {
+    let is_text = |name: &str| fields.get(name).is_some_and(Value::is_string);
+    let of = if ["prompt", "chosen", "rejected"].into_iter().all(is_text) {
+        let prompt = text(fields, "prompt")?;
+        [text(fields, "chosen")?, text(fields, "rejected")?]
+            .map(|completion| Record::Completion { prompt: prompt.clone(), completion })
+    } else {
+        let prompt = match fields.contains_key("prompt") {
+            true => messages(fields, "prompt")?,
+            false => Vec::new(),
+        };
+        [messages(fields, "chosen")?, messages(fields, "rejected")?]
+            .map(|answer| Record::Chat(prompt.iter().cloned().chain(answer).collect()))
+    };
+    let [chosen, rejected] = of.map(Box::new);
+    match chosen == rejected {
+        true => Err("its chosen is its rejected".into()),
+        false => Ok(Record::Preference { chosen, rejected }),
+    }
+}
+
+/// Takes a conversation out of fields.
+fn messages(fields: &mut Map<String, Value>, name: &str) -> Result<Vec<ChatMessage>, String> {
+    match fields.remove(name) {
+        Some(Value::Array(messages)) if messages.is_empty() => Err(format!("its {name:?} is empty")),
+        Some(Value::Array(messages)) => messages.into_iter().enumerate().map(message).collect(),
+        Some(other) => Err(format!("its {name:?} is {}, and no list of messages", kind(&other))),
         None => Err(format!("it has no {name}")),
     }
 }

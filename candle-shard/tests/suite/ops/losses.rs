@@ -28,10 +28,11 @@ fn plain(loss: &CrossEntropy, x: &[Tensor], log: bool) -> candle_core::Result<Te
     let sharp = (log_p.gather(&targets.unsqueeze(1)?, 1)?.squeeze(1)? * &of_target)?;
     let smooth = (log_p.broadcast_mul(&weights)?.sum(1)? * &counts)?;
     let (e, sum) = (loss.label_smoothing, -1.0);
-    let total = ((sharp * (sum * (1.0 - e)))? + (smooth * (sum * e / classes as f64))?)?.sum_all()?;
+    let losses = ((sharp * (sum * (1.0 - e)))? + (smooth * (sum * e / classes as f64))?)?;
     match loss.reduction {
-        Reduction::Sum => Ok(total),
-        Reduction::Mean => total / of_target.sum_all()?,
+        Reduction::None => losses.reshape(x[1].dims()),
+        Reduction::Sum => losses.sum_all(),
+        Reduction::Mean => losses.sum_all()? / of_target.sum_all()?,
     }
 }
 
@@ -70,6 +71,8 @@ fn cross_entropy_with_options() {
         cases.push(case("smooth", shapes, false, options(None, 0.3, Reduction::Mean), false));
         cases.push(case("ignored", shapes, false, options(Some(1), 0.0, Reduction::Sum), false));
         cases.push(case("nll", shapes, false, options(Some(1), 0.0, Reduction::Sum), true));
+        cases.push(case("each", shapes, false, options(Some(1), 0.3, Reduction::None), false));
+        cases.push(case("nll, each", shapes, false, options(Some(1), 0.0, Reduction::None), true));
     }
     for shapes in [[&[5, 4][..], &[5]], [&[2, 3, 5], &[2, 3]]] {
         cases.push(case("all", shapes, true, options(Some(1), 0.3, Reduction::Mean), false));
@@ -84,10 +87,13 @@ fn elementwise_losses() {
     let shapes: [&[usize]; 4] = [&[4, 6], &[5, 3], &[1, 7], &[2, 1, 3]];
     let mut cases = Vec::new();
     for shape in shapes {
-        for reduction in [Reduction::Mean, Reduction::Sum] {
+        for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
             let inputs: [Input; 2] = [(shape, Float), (shape, Positive)];
-            let reduce =
-                move |t: Tensor| if reduction == Reduction::Mean { t.mean_all() } else { t.sum_all() };
+            let reduce = move |t: Tensor| match reduction {
+                Reduction::Mean => t.mean_all(),
+                Reduction::Sum => t.sum_all(),
+                Reduction::None => Ok(t),
+            };
             cases.extend([
                 Case::new(
                     "mse",

@@ -11,6 +11,7 @@ mod nonfinite;
 mod packed;
 mod parity;
 mod plain;
+mod preferences;
 mod program;
 mod records;
 mod resume;

@@ -27,8 +27,9 @@ fn marked(template: &str, record: &Record) -> Result<String, String> {
     let folder = tempfile::tempdir().unwrap();
     chat::write(folder.path(), template);
     let files = Files::open(folder.path()).unwrap();
-    let document =
+    let mut documents =
         RecordEncoder::new(&files).unwrap().encode(record).map_err(|error| format!("{error:#}"))?;
+    let document = documents.remove(0);
     let (tokenizer, mut made) = (files.tokenizer().unwrap(), String::new());
     for part in document.tokens.iter().zip(&document.counts).collect::<Vec<_>>().chunk_by(|a, b| a.1 == b.1) {
         let ids: Vec<u32> = part.iter().map(|(token, _)| **token).collect();
@@ -110,7 +111,7 @@ fn each_kind_of_bad_line_is_named_and_skipped_if_that_is_asked_for() {
     let place = Place::new(&config(4, 2));
     let good = json!({"text": "A good line."}).to_string();
     let message = |fields: serde_json::Value| json!({"messages": [fields]}).to_string();
-    let cases: [(Vec<u8>, &str); 20] = [
+    let cases: [(Vec<u8>, &str); 23] = [
         (b"{\"text\": ".to_vec(), "it is no JSON ("),
         (b"[]".to_vec(), "it is no JSON object"),
         (b"{\"text\": \"\xff\"}".to_vec(), "it is no UTF-8"),
@@ -125,8 +126,14 @@ fn each_kind_of_bad_line_is_named_and_skipped_if_that_is_asked_for() {
         (br#"{"prompt": "abc"}"#.to_vec(), "it has no completion"),
         (br#"{"completion": "abc"}"#.to_vec(), "it has no prompt"),
         (br#"{"prompt": "abc", "completion": null}"#.to_vec(), "its completion is null, and no text"),
-        (br#"{"messages": "abc"}"#.to_vec(), "its messages are no list"),
-        (br#"{"messages": []}"#.to_vec(), "its messages are empty"),
+        (br#"{"messages": "abc"}"#.to_vec(), r#"its "messages" is a text, and no list of messages"#),
+        (br#"{"messages": []}"#.to_vec(), r#"its "messages" is empty"#),
+        (br#"{"prompt": "a", "chosen": "b"}"#.to_vec(), r#"its "prompt" is a text, and no list of messages"#),
+        (br#"{"prompt": "a", "chosen": "b", "rejected": "b"}"#.to_vec(), "its chosen is its rejected"),
+        (
+            br#"{"prompt": "a", "chosen": "b", "rejected": "c"}"#.to_vec(),
+            "it is a preference, which --dpo learns",
+        ),
         (br#"{"messages": ["abc"]}"#.to_vec(), "message 1 is a text, and no object"),
         (message(json!({"role": "robot", "content": "a"})).into(), r#"message 1 has the role "robot""#),
         (message(json!({"role": "user", "content": ["a"]})).into(), "of message 1: its content is a list"),
