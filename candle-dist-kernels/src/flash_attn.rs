@@ -37,14 +37,19 @@ pub fn flash_attn(query: &Tensor, key: &Tensor, value: &Tensor, scale: f64, caus
         [query, key, value],
         scale.into(),
         vec![KeyBlock { rows: 0..keys, visible: Visible::plain(queries, keys, causal) }],
+        false,
     )
 }
 
 /// Attention over blocks of keys that follow each other and are all rows. The shapes fit each other.
+///
+/// With `log_sums` a row has one number more behind its values: the logarithm of the sum of the exponentials of its scores, -∞ without a
+/// visible key. Then the result has the dtype of the computation, f32 at least.
 pub fn flash_attn_of_blocks(
     [query, key, value]: [&Tensor; 3],
     scale: Scale,
     blocks: Vec<KeyBlock>,
+    log_sums: bool,
 ) -> Result<Tensor> {
     let dtype = compute_dtype("flash_attn", query)?;
     if query.dim(D::Minus1)? == 0 {
@@ -54,13 +59,15 @@ pub fn flash_attn_of_blocks(
             [&zeros(query)?, &zeros(key)?, value],
             Scale { factor: 1.0, ..scale },
             blocks,
+            log_sums,
         );
     }
     if !query.device().is_cpu() {
-        return attend_off_host([query, key, value], scale, &blocks);
+        return attend_off_host([query, key, value], scale, &blocks, log_sums);
     }
     let [q, k, v] = [query, key, value].map(|x| x.to_dtype(dtype));
-    attend([&q?, &k?, &v?], scale, blocks)?.to_dtype(query.dtype())
+    let made = attend([&q?, &k?, &v?], scale, blocks, log_sums)?;
+    made.to_dtype(if log_sums { dtype } else { query.dtype() })
 }
 
 #[cfg(test)]
@@ -84,8 +91,8 @@ mod tests {
             let q = var([batch, queries, heads, dim]);
             let [k, v] = [dim, width].map(|width| var([batch, keys, kv_heads, width]));
             let blocks = || vec![KeyBlock { rows: 0..keys, visible: Visible::plain(queries, keys, true) }];
-            let got = attend_off_host([&q, &k, &v], 0.5.into(), &blocks()).unwrap();
-            let want = flash_attn_of_blocks([&q, &k, &v], 0.5.into(), blocks()).unwrap();
+            let got = attend_off_host([&q, &k, &v], 0.5.into(), &blocks(), false).unwrap();
+            let want = flash_attn_of_blocks([&q, &k, &v], 0.5.into(), blocks(), false).unwrap();
             assert_eq!(got.dims(), want.dims(), "no {name}");
             let elements = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
             assert_eq!(elements(&got), elements(&want), "no {name}");
@@ -126,15 +133,19 @@ mod tests {
     }
 
     /// Compares value and gradients with those of the host, NaN included.
-    fn compare(inputs: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock], what: &str) {
+    fn compare(inputs: [&Tensor; 3], (scale, log_sums): (Scale, bool), blocks: &[KeyBlock], what: &str) {
         let vars = inputs.map(|x| candle_core::Var::from_tensor(x).unwrap());
         let each = vars.each_ref().map(|var| var.as_tensor());
-        let weights =
-            Tensor::randn(0f64, 1.0, (2, inputs[0].dim(1).unwrap(), inputs[0].dim(2).unwrap(), 3), &Cpu);
+        let weights = Tensor::randn(
+            0f64,
+            1.0,
+            (2, inputs[0].dim(1).unwrap(), inputs[0].dim(2).unwrap(), 3 + usize::from(log_sums)),
+            &Cpu,
+        );
         let weights = weights.unwrap();
         let [got, want] = [
-            attend_off_host(each, scale, blocks).unwrap(),
-            flash_attn_of_blocks(each, scale, blocks.to_vec()).unwrap(),
+            attend_off_host(each, scale, blocks, log_sums).unwrap(),
+            flash_attn_of_blocks(each, scale, blocks.to_vec(), log_sums).unwrap(),
         ]
         .map(|out| {
             let grads = (&out * &weights).unwrap().sum_all().unwrap().backward().unwrap();
@@ -145,7 +156,7 @@ mod tests {
             assert_eq!(got.dims(), want.dims(), "{what}, {at}");
             let elements = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f64>().unwrap();
             for (got, want) in elements(got).into_iter().zip(elements(want)) {
-                let is_equal = (got - want).abs() < 1e-13 || (got.is_nan() && want.is_nan());
+                let is_equal = got == want || (got - want).abs() < 1e-13 || (got.is_nan() && want.is_nan());
                 assert!(is_equal, "{what}, {at}: {got} instead of {want}");
             }
         }
@@ -163,10 +174,10 @@ mod tests {
             let (q, k, v) =
                 (randn([2, queries, heads, 4]), randn([2, keys, kv_heads, 4]), randn([2, keys, kv_heads, 3]));
             let visible = Visible::plain(queries, keys, causal);
-            for cap in [None, Some(1.5)] {
+            for (cap, log_sums) in [(None, false), (Some(1.5), false), (None, true), (Some(1.5), true)] {
                 let blocks = vec![KeyBlock { rows: 0..keys, visible: visible.clone() }];
-                let what = format!("{queries} queries, {keys} keys, cap {cap:?}");
-                compare([&q, &k, &v], Scale { factor: 0.7, cap }, &blocks, &what);
+                let what = format!("{queries} queries, {keys} keys, cap {cap:?}, log sums {log_sums}");
+                compare([&q, &k, &v], (Scale { factor: 0.7, cap }, log_sums), &blocks, &what);
             }
         }
     }
@@ -198,7 +209,7 @@ mod tests {
                     inputs[at] = x.slice_assign(&[b..b + 1, row..row + 1, h..h + 1, 0..width], &nan).unwrap();
                     for cap in [None, Some(1.5)] {
                         let what = format!("row {row} of input {at} is NaN, cap {cap:?}");
-                        compare(inputs.each_ref(), Scale { factor: 0.7, cap }, &blocks, &what);
+                        compare(inputs.each_ref(), (Scale { factor: 0.7, cap }, false), &blocks, &what);
                     }
                 }
             }
@@ -210,9 +221,9 @@ mod tests {
         let [q, k, v] = [randn([2, 3, 4, 16]), randn([2, 300, 2, 16]), randn([2, 300, 2, 3])];
         let blocks = [KeyBlock { rows: 0..300, visible: Visible::plain(3, 300, true) }];
         let half = [&q, &k, &v].map(|x| x.to_dtype(candle_core::DType::BF16).unwrap());
-        let got = attend_off_host(half.each_ref(), 0.25.into(), &blocks).unwrap();
+        let got = attend_off_host(half.each_ref(), 0.25.into(), &blocks, false).unwrap();
         let wide = half.each_ref().map(|x| x.to_dtype(candle_core::DType::F32).unwrap());
-        let want = flash_attn_of_blocks(wide.each_ref(), 0.25.into(), blocks.to_vec()).unwrap();
+        let want = flash_attn_of_blocks(wide.each_ref(), 0.25.into(), blocks.to_vec(), false).unwrap();
         let diff = (got.to_dtype(candle_core::DType::F32).unwrap() - want).unwrap().abs().unwrap();
         let diff = diff.max_all().unwrap().to_scalar::<f32>().unwrap();
         assert!(diff < 4e-3, "{diff}");

@@ -9,17 +9,18 @@ pub trait AttentionDtype: Real {
     /// Attention over blocks of keys, without a graph.
     fn partial_of_blocks(inputs: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Partial<Self>>;
 
-    /// Returns a known result over these blocks of keys as a graph node. The norms may be those over more keys; then the
+    /// Returns a known result over these blocks of keys as a graph node, beside the scale with log sums or without them. The norms may be those over more keys; then the
     /// gradients are those through these blocks only.
     fn with_result(
         inputs: [&Tensor; 3],
         whole: Partial<Self>,
-        scale: Scale,
+        scale: (Scale, bool),
         blocks: Vec<KeyBlock>,
     ) -> Result<Tensor>;
 
-    /// Returns the product of each row of the result over all keys with its gradient.
-    fn inner(out: &Tensor, grad: &Tensor) -> Result<Vec<Self>>;
+    /// Returns the product of each row of the result over all keys, which has `width` values and perhaps a logarithm behind them, with its
+    /// gradient.
+    fn inner(out: &Tensor, grad: &Tensor, width: usize) -> Result<Vec<Self>>;
 
     /// Adds the gradients through blocks of the rows of a key and a value: that of the query to `of_query`, and those of
     /// the key and the value to `of_keys`, a tensor `[batch, len]` in memory that nothing else uses. For each element of
@@ -43,14 +44,14 @@ macro_rules! attended {
             fn with_result(
                 inputs: [&Tensor; 3],
                 whole: Partial<Self>,
-                scale: Scale,
+                scale: (Scale, bool),
                 blocks: Vec<KeyBlock>,
             ) -> Result<Tensor> {
                 node::with_result(inputs, whole, scale, blocks)
             }
 
-            fn inner(out: &Tensor, grad: &Tensor) -> Result<Vec<Self>> {
-                backward::inner(out, grad)
+            fn inner(out: &Tensor, grad: &Tensor, width: usize) -> Result<Vec<Self>> {
+                backward::inner(out, grad, width)
             }
 
             fn add_gradients(

@@ -11,22 +11,23 @@ use crate::{
 };
 use candle_core::{Layout, Result, Tensor, bail};
 
-/// Returns the product of each row of the result with its gradient.
+/// Returns the product of each row of the result with its gradient, less the gradient of the logarithm behind the `width` values of a
+/// row, if there is one: a score moves the logarithm by its weight, as it moves the product.
 ///
 /// It must be that of the result over *all* keys. Then the gradients over blocks of keys just add up.
-pub(super) fn inner<T: Real>(out: &Tensor, grad: &Tensor) -> Result<Vec<T>> {
-    let width = out.dims().last().copied().unwrap_or(0);
+pub(super) fn inner<T: Real>(out: &Tensor, grad: &Tensor, width: usize) -> Result<Vec<T>> {
+    let columns = out.dims().last().copied().unwrap_or(0);
     let (out, grad) = (out.contiguous()?, grad.contiguous()?);
     let (out, grad) = (TensorReader::new(&out), TensorReader::new(&grad));
     let (out, grad) = (out.elements::<T>()?, grad.elements::<T>()?);
-    if width == 0 {
+    if columns == 0 {
         return Ok(Vec::new());
     }
-    Ok(out
-        .chunks_exact(width)
-        .zip(grad.chunks_exact(width))
-        .map(|(a, b)| sum_zip(a, b, |a, b| a * b))
-        .collect())
+    let of_row = |(a, b): (&[T], &[T])| {
+        let of_logarithm = b.get(width).copied().unwrap_or(T::zero());
+        sum_zip(&a[..width], &b[..width], |a, b| a * b) - of_logarithm
+    };
+    Ok(out.chunks_exact(columns).zip(grad.chunks_exact(columns)).map(of_row).collect())
 }
 
 /// What the gradients through any block of keys are made of.

@@ -1,6 +1,6 @@
 //! Attention of single queries, each over keys and values of its own.
 use super::Scale;
-use super::forward::soften;
+use super::forward::{log_sum, soften};
 use crate::element::Element;
 use crate::few_rows::{STREAMS, dots};
 use crate::real::Real;
@@ -19,34 +19,32 @@ const PARALLEL: usize = 1 << 18;
 /// Keys and values may be kept in 16 bits, and are widened while they are read. There is no gradient. What a text gets does
 /// not depend on the other texts. On other devices than the CPU it is computed from candle's operations.
 ///
+/// See [`flash_attn_of_blocks`](crate::flash_attn_of_blocks) for `log_sums`.
+///
 /// # Errors
 /// If shapes or dtypes do not agree, or there is no text.
-pub fn decode_attn(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale) -> Result<Tensor> {
+pub fn decode_attn(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale, log_sums: bool) -> Result<Tensor> {
     let dtype = compute_dtype("decode_attn", query)?;
     let sizes = DecodeSizes::of(query, texts)?;
     // Without dims all scores are 0, whatever their factor.
     let scale = if sizes.dim == 0 { Scale { factor: 1.0, ..scale } } else { scale };
     if !query.device().is_cpu() {
-        return composed(query, texts, scale);
+        return composed(query, texts, scale, log_sums);
     }
     let query = query.detach();
     let q = query.to_dtype(dtype)?.transpose(1, 2)?.contiguous()?;
     let made = match (dtype, texts[0][0].dtype()) {
-        (DType::F32, DType::F16) => run::<f32, f16>(&q, texts, sizes, scale),
-        (DType::F32, DType::BF16) => run::<f32, bf16>(&q, texts, sizes, scale),
-        (DType::F32, DType::F32) => run::<f32, f32>(&q, texts, sizes, scale),
-        (DType::F64, DType::F64) => run::<f64, f64>(&q, texts, sizes, scale),
+        (DType::F32, DType::F16) => run::<f32, f16>(&q, texts, sizes, (scale, log_sums)),
+        (DType::F32, DType::BF16) => run::<f32, bf16>(&q, texts, sizes, (scale, log_sums)),
+        (DType::F32, DType::F32) => run::<f32, f32>(&q, texts, sizes, (scale, log_sums)),
+        (DType::F64, DType::F64) => run::<f64, f64>(&q, texts, sizes, (scale, log_sums)),
         _ => {
             let wide = |[k, v]: &[Tensor; 2]| Ok([k.to_dtype(dtype)?, v.to_dtype(dtype)?]);
-            return decode_attn(
-                &q.transpose(1, 2)?,
-                &texts.iter().map(wide).collect::<Result<Vec<_>>>()?,
-                scale,
-            )?
-            .to_dtype(query.dtype());
+            let texts = texts.iter().map(wide).collect::<Result<Vec<_>>>()?;
+            decode_attn(&q.transpose(1, 2)?, &texts, scale, log_sums)
         }
     };
-    made?.to_dtype(query.dtype())
+    made?.to_dtype(if log_sums { dtype } else { query.dtype() })
 }
 
 /// The sizes of a call.
@@ -94,7 +92,7 @@ fn run<T: Real, E: Element<Real = T>>(
     query: &Tensor,
     texts: &[[Tensor; 2]],
     sizes: DecodeSizes,
-    scale: Scale,
+    (scale, log_sums): (Scale, bool),
 ) -> Result<Tensor> {
     let DecodeSizes { texts: count, heads, kv_heads, dim, width, tokens } = sizes;
     let query = TensorReader::new(query);
@@ -106,7 +104,8 @@ fn run<T: Real, E: Element<Real = T>>(
         .map(|[k, v]| Ok([CacheRows::<E>::of(k)?, CacheRows::of(v)?]))
         .collect::<Result<Vec<_>>>()?;
     let group = heads / kv_heads;
-    let mut out = vec![T::zero(); count * heads * width];
+    let columns = width + usize::from(log_sums);
+    let mut out = vec![T::zero(); count * heads * columns];
     let of_head = |at: usize, out: &mut [T]| {
         let [keys, values] = &kept[at / kv_heads];
         let (keys, values) = (keys.head(at % kv_heads), values.head(at % kv_heads));
@@ -114,15 +113,15 @@ fn run<T: Real, E: Element<Real = T>>(
         let mut scores = vec![T::zero(); group * keys.tokens];
         vectorised(
             #[inline(always)]
-            || attend(query, [keys, values], scale, &mut scores, out),
+            || attend(query, [keys, values], (scale, log_sums), &mut scores, out),
         );
     };
     parallel::map(
         tokens * heads * (dim + width) >= PARALLEL,
-        out.chunks_mut((group * width).max(1)),
+        out.chunks_mut((group * columns).max(1)),
         of_head,
     );
-    Tensor::from_vec(out, (1, count, heads, width), &Device::Cpu)
+    Tensor::from_vec(out, (1, count, heads, columns), &Device::Cpu)
 }
 
 /// The keys or the values of a text in memory.
@@ -161,12 +160,16 @@ impl<'a, E: Element> CacheRows<'a, E> {
 fn attend<T: Real, E: Element<Real = T>>(
     queries: &[T],
     [keys, values]: [CacheRows<'_, E>; 2],
-    scale: Scale,
+    (scale, log_sums): (Scale, bool),
     scores: &mut [T],
     out: &mut [T],
 ) {
     let (tokens, dim, width) = (keys.tokens, keys.width, values.width);
-    if tokens * width == 0 {
+    let columns = width + usize::from(log_sums);
+    if tokens == 0 && log_sums {
+        out.chunks_exact_mut(columns).for_each(|row| row[width] = log_sum((T::zero(), T::zero()), T::one()));
+    }
+    if tokens * columns == 0 {
         return;
     }
     for first in (0..tokens).step_by(STREAMS) {
@@ -177,10 +180,12 @@ fn attend<T: Real, E: Element<Real = T>>(
             scores[first..][..here].copy_from_slice(&dots(query, rows)[..here]);
         }
     }
-    for (scores, out) in scores.chunks_exact_mut(tokens).zip(out.chunks_exact_mut(width)) {
+    for (scores, out) in scores.chunks_exact_mut(tokens).zip(out.chunks_exact_mut(columns)) {
         scale.cap_row(scores);
-        soften(scores, scale.rest());
+        let norms = soften(scores, scale.rest());
+        let (out, logarithm) = out.split_at_mut(width);
         mix(scores, &values, out);
+        logarithm.iter_mut().for_each(|logarithm| *logarithm = log_sum(norms, scale.rest()));
     }
 }
 
@@ -202,7 +207,7 @@ fn mix<T: Real, E: Element<Real = T>>(weights: &[T], values: &CacheRows<'_, E>, 
     }
 }
 
-fn composed(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale) -> Result<Tensor> {
+fn composed(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale, log_sums: bool) -> Result<Tensor> {
     // As on the host, in f32 for 16-bit floats.
     let (dtype, wide) = (query.dtype(), crate::compute_dtype("decode_attn", query)?);
     let query = query.to_dtype(wide)?;
@@ -218,10 +223,14 @@ fn composed(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale) -> Result<Tenso
             Some(cap) => ((scores / cap)?.tanh()? * cap)?,
             None => scores,
         };
-        crate::softmax(&scores)?.matmul(&of_heads(v)?)?.transpose(1, 2)
+        let mixed = crate::softmax(&scores)?.matmul(&of_heads(v)?)?;
+        match log_sums {
+            true => Tensor::cat(&[mixed, scores.log_sum_exp(3)?.unsqueeze(3)?], 3)?.transpose(1, 2),
+            false => mixed.transpose(1, 2),
+        }
     };
     let rows = texts.iter().enumerate().map(of_text).collect::<Result<Vec<_>>>()?;
-    Tensor::cat(&rows, 1)?.to_dtype(dtype)
+    Tensor::cat(&rows, 1)?.to_dtype(if log_sums { wide } else { dtype })
 }
 
 #[cfg(test)]
@@ -235,7 +244,7 @@ mod tests {
     }
 
     /// The largest difference to [`flash_attn`](crate::flash_attn) with the values of the keys.
-    fn error(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale, made: &Tensor) -> f64 {
+    fn error(query: &Tensor, texts: &[[Tensor; 2]], (scale, log_sums): (Scale, bool), made: &Tensor) -> f64 {
         let rows_first = |x: &Tensor| x.to_dtype(query.dtype()).unwrap().transpose(1, 2).unwrap();
         let mut worst: f64 = 0.0;
         for (text, [k, v]) in texts.iter().enumerate() {
@@ -243,7 +252,9 @@ mod tests {
             let tokens = k.dim(2).unwrap();
             let visible = crate::attention::Visible::plain(1, tokens, false);
             let blocks = vec![crate::attention::KeyBlock { rows: 0..tokens, visible }];
-            let want = crate::attention::attend([&q, &rows_first(k), &rows_first(v)], scale, blocks).unwrap();
+            let want =
+                crate::attention::attend([&q, &rows_first(k), &rows_first(v)], scale, blocks, log_sums)
+                    .unwrap();
             let diff = (made.narrow(1, text, 1).unwrap() - want).unwrap().to_dtype(DType::F64).unwrap();
             worst = worst.max(diff.abs().unwrap().max_all().unwrap().to_scalar::<f64>().unwrap());
         }
@@ -268,22 +279,27 @@ mod tests {
                 };
                 let texts = [1, 2, 7, 4, 130].map(text);
                 let query = values(&[1, texts.len(), heads, dim], dtype).transpose(1, 2).unwrap();
-                for cap in [None, Some(1.5)] {
+                for (cap, log_sums) in [(None, false), (Some(1.5), false), (None, true), (Some(1.5), true)] {
                     let scale = Scale { factor: 0.3, cap };
-                    let made = decode_attn(&query, &texts, scale).unwrap();
+                    let made = decode_attn(&query, &texts, scale, log_sums).unwrap();
+                    let width = width + usize::from(log_sums);
                     assert_eq!((made.dims(), made.dtype()), (&[1, 5, heads, width][..], dtype));
-                    let worst = error(&query, &texts, scale, &made);
+                    let worst = error(&query, &texts, (scale, log_sums), &made);
                     assert!(
                         worst < bound,
                         "{heads} {kv_heads} {dim} {width} {dtype:?} {kept:?} {cap:?}: {worst:e}"
                     );
-                    let other = composed(&query, &texts, scale).unwrap();
-                    let worst = error(&query, &texts, scale, &other);
+                    let other = composed(&query, &texts, scale, log_sums).unwrap();
+                    let worst = error(&query, &texts, (scale, log_sums), &other);
                     assert!(worst < bound * 4.0, "composed {dtype:?} {kept:?} {cap:?}: {worst:e}");
                     // Alone, in the same bits.
                     for (i, text) in texts.iter().enumerate() {
-                        let alone =
-                            decode_attn(&query.narrow(2, i, 1).unwrap(), std::slice::from_ref(text), scale);
+                        let alone = decode_attn(
+                            &query.narrow(2, i, 1).unwrap(),
+                            std::slice::from_ref(text),
+                            scale,
+                            log_sums,
+                        );
                         let bits = |x: &Tensor| {
                             x.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>()
                         };
@@ -298,8 +314,12 @@ mod tests {
     #[test]
     fn sixteen_bits_of_queries_stay_sixteen_bits() {
         let texts = [[values(&[1, 1, 3, 4], DType::BF16), values(&[1, 1, 3, 4], DType::BF16)]];
-        let made = decode_attn(&values(&[1, 2, 1, 4], DType::BF16), &texts, 1.0.into()).unwrap();
+        let query = values(&[1, 2, 1, 4], DType::BF16);
+        let made = decode_attn(&query, &texts, 1.0.into(), false).unwrap();
         assert_eq!(made.dtype(), DType::BF16);
+        // Logarithms would lose their digits.
+        let made = decode_attn(&query, &texts, 1.0.into(), true).unwrap();
+        assert_eq!(made.dtype(), DType::F32);
     }
 
     #[test]
@@ -307,15 +327,15 @@ mod tests {
         let query = values(&[1, 4, 2, 8], DType::F32);
         let text = |shape: [usize; 4]| [values(&shape, DType::F32), values(&shape, DType::F32)];
         let fits = text([1, 2, 3, 8]);
-        assert!(decode_attn(&query, &[fits.clone(), fits.clone()], 1.0.into()).is_ok());
+        assert!(decode_attn(&query, &[fits.clone(), fits.clone()], 1.0.into(), false).is_ok());
         let turned =
             fits.clone().map(|x| x.transpose(2, 3).unwrap().contiguous().unwrap().transpose(2, 3).unwrap());
         let other = fits.clone().map(|x| x.to_dtype(DType::F16).unwrap());
         let wrong = [text([1, 3, 3, 8]), text([1, 2, 3, 7]), text([2, 2, 3, 8]), turned, other];
         for (case, wrong) in wrong.into_iter().enumerate() {
-            assert!(decode_attn(&query, &[fits.clone(), wrong], 1.0.into()).is_err(), "case {case}");
+            assert!(decode_attn(&query, &[fits.clone(), wrong], 1.0.into(), false).is_err(), "case {case}");
         }
-        assert!(decode_attn(&query, &[fits], 1.0.into()).is_err());
-        assert!(decode_attn(&query, &[], 1.0.into()).is_err());
+        assert!(decode_attn(&query, &[fits], 1.0.into(), false).is_err());
+        assert!(decode_attn(&query, &[], 1.0.into(), false).is_err());
     }
 }

@@ -114,6 +114,17 @@ impl<T: Real> Partial<T> {
         Ok(Self { out: norm(|part| &part.out), norms, width })
     }
 
+    /// Returns the rows, each with the logarithm of the sum of the exponentials of its scores behind it; -∞ without a visible key.
+    pub(super) fn beside_log_sums(&self, scale: Scale) -> Vec<T> {
+        let rest = scale.rest::<T>();
+        let rows = self.norms.top.iter().zip(&self.norms.sum).enumerate();
+        rows.flat_map(|(i, (&top, &sum))| {
+            let row = self.out[i * self.width..][..self.width].iter().copied();
+            row.chain([log_sum((top, sum), rest)])
+        })
+        .collect()
+    }
+
     /// Returns the result and the norms as one list for other ranks, row by row.
     pub fn pack(&self) -> Vec<T> {
         let rows = self.norms.top.iter().zip(&self.norms.sum).enumerate();
@@ -158,6 +169,12 @@ impl<T: Real> Partial<T> {
             (self.norms.top[i], self.norms.sum[i]) = (top, of_a + of_b);
         }
     }
+}
+
+/// The logarithm of the sum of exponentials with these norms, where scores are multiplied by `rest`.
+pub(super) fn log_sum<T: Real>((top, sum): (T, T), rest: T) -> T {
+    // Without scores there is no largest one.
+    if sum == T::zero() { T::from_f64(f64::NEG_INFINITY) } else { top * rest + sum.ln() }
 }
 
 /// The scores of a tile, which stay in a core's L2 cache with what is made of them.

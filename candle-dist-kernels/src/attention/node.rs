@@ -1,6 +1,8 @@
 //! The graph node of attention on one device, and the parts of attention that other nodes are made of.
 use super::visible::KeyBlock;
-use super::{AttentionBackward, Partial, Scale, SoftmaxNorms, backward, heads::AttentionSizes};
+use super::{
+    AttentionBackward, AttentionDtype, Partial, Scale, SoftmaxNorms, backward, heads::AttentionSizes,
+};
 use crate::real::Real;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp3, DType, Device, Layout, MetalStorage, Result, Shape, Tensor, bail,
@@ -10,17 +12,28 @@ use candle_dist::edges;
 
 /// Attention of queries over blocks of keys that follow each other and are all rows of the key and the value.
 ///
-/// The tensors are of one compute dtype, f32 or f64, and on the host.
-pub(crate) fn attend(inputs: [&Tensor; 3], scale: Scale, blocks: Vec<KeyBlock>) -> Result<Tensor> {
+/// The tensors are of one compute dtype, f32 or f64, and on the host. See
+/// [`flash_attn_of_blocks`](crate::flash_attn_of_blocks) for `log_sums`.
+pub(crate) fn attend(
+    inputs: [&Tensor; 3],
+    scale: Scale,
+    blocks: Vec<KeyBlock>,
+    log_sums: bool,
+) -> Result<Tensor> {
     match inputs[0].dtype() {
-        DType::F64 => run::<f64>(inputs, scale, blocks),
-        _ => run::<f32>(inputs, scale, blocks),
+        DType::F64 => run::<f64>(inputs, scale, blocks, log_sums),
+        _ => run::<f32>(inputs, scale, blocks, log_sums),
     }
 }
 
-fn run<T: Real>(inputs: [&Tensor; 3], scale: Scale, blocks: Vec<KeyBlock>) -> Result<Tensor> {
+fn run<T: AttentionDtype>(
+    inputs: [&Tensor; 3],
+    scale: Scale,
+    blocks: Vec<KeyBlock>,
+    log_sums: bool,
+) -> Result<Tensor> {
     let whole = partial_of_blocks::<T>(inputs, scale, &blocks)?;
-    with_result(inputs, whole, scale, blocks)
+    with_result(inputs, whole, (scale, log_sums), blocks)
 }
 
 /// See [`AttentionDtype`](super::AttentionDtype).
@@ -38,29 +51,41 @@ pub(super) fn partial_of_blocks<T: Real>(
 }
 
 /// See [`AttentionDtype`](super::AttentionDtype).
-pub(super) fn with_result<T: Real>(
+pub(super) fn with_result<T: AttentionDtype>(
     inputs: [&Tensor; 3],
     whole: Partial<T>,
-    scale: Scale,
+    (scale, log_sums): (Scale, bool),
     blocks: Vec<KeyBlock>,
 ) -> Result<Tensor> {
-    with_backward("flash_attn", inputs, whole, move |norms, inputs, [out, grad]| {
-        let inner = backward::inner::<T>(out, grad)?;
-        blocks_backward(inputs, grad, (norms, &inner[..]), scale, &blocks)
+    with_backward("flash_attn", inputs, whole, (scale, log_sums), move |of_rows, inputs, grad| {
+        blocks_backward(inputs, grad, of_rows, scale, &blocks)
     })
 }
 
-/// Returns a known result of a query, a key and a value as a graph node. `backward` computes their gradients from the
-/// norms, the inputs, and the result with its gradient.
-pub fn with_backward<T: Real>(
+/// Returns a known result of a query, a key and a value as a graph node, perhaps with the logarithms of the sums of each row.
+/// `backward` computes the gradients from the norms and the [inner](AttentionBackward::inner) products of the rows, the
+/// inputs, and the gradient of the result.
+pub fn with_backward<T: AttentionDtype>(
     name: &'static str,
     inputs: [&Tensor; 3],
     whole: Partial<T>,
-    backward: impl Fn(&SoftmaxNorms<T>, [&Tensor; 3], [&Tensor; 2]) -> Result<[Tensor; 3]> + Send + Sync + 'static,
+    (scale, log_sums): (Scale, bool),
+    backward: impl Fn((&SoftmaxNorms<T>, &[T]), [&Tensor; 3], &Tensor) -> Result<[Tensor; 3]>
+    + Send
+    + Sync
+    + 'static,
 ) -> Result<Tensor> {
-    let shape = [&inputs[0].dims()[..3], &inputs[2].dims()[3..]].concat();
-    let (norms, made) = (whole.norms, Fresh::host(T::to_cpu_storage_owned(whole.out), shape));
-    graph_node(name, inputs, made, move |inputs, result| backward(&norms, inputs, result))
+    let mut shape = [&inputs[0].dims()[..3], &inputs[2].dims()[3..]].concat();
+    let width = shape[3];
+    let out = if log_sums { whole.beside_log_sums(scale) } else { whole.out };
+    shape[3] += usize::from(log_sums);
+    let (norms, made) = (whole.norms, Fresh::host(T::to_cpu_storage_owned(out), shape));
+    graph_node(name, inputs, made, move |inputs, [out, grad]| {
+        let inner = T::inner(out, grad, width)?;
+        // Without a width the gradient of the values has no elements, and begins where the memory does.
+        let grad = if log_sums { grad.narrow(3, 0, width)?.force_contiguous()? } else { grad.clone() };
+        backward((&norms, &inner[..]), inputs, &grad)
+    })
 }
 
 /// Returns what was made of a query, a key and a value as a graph node, if one of them needs a gradient.

@@ -16,10 +16,23 @@ use itertools::Itertools;
 use std::ops::Range;
 
 /// Attention over blocks of keys that are all rows of the key and the value, on the device of the inputs.
-pub(crate) fn attend_off_host([q, k, v]: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Tensor> {
+///
+/// See [`flash_attn_of_blocks`](crate::flash_attn_of_blocks) for `log_sums`.
+pub(crate) fn attend_off_host(
+    [q, k, v]: [&Tensor; 3],
+    scale: Scale,
+    blocks: &[KeyBlock],
+    log_sums: bool,
+) -> Result<Tensor> {
     let sizes = sizes([q, k, v])?;
     let AttentionSizes { batch, queries, heads, width, .. } = sizes;
     if sizes.is_empty() {
+        if log_sums {
+            let dtype = compute_dtype("flash_attn", q)?;
+            let zeros = empty::zeros_of(&[q, k, v], (batch, queries, heads, width), dtype)?;
+            let nothing = Tensor::full(f32::NEG_INFINITY, (batch, queries, heads, 1), q.device())?;
+            return Tensor::cat(&[zeros, nothing.to_dtype(dtype)?], 3);
+        }
         return empty::zeros_of(&[q, k, v], (batch, queries, heads, width), q.dtype());
     }
     let ranges = match blocks {
@@ -28,7 +41,7 @@ pub(crate) fn attend_off_host([q, k, v]: [&Tensor; 3], scale: Scale, blocks: &[K
     };
     let pass = move || -> Result<AttentionPass> {
         let seen = ranges.as_ref().map(Ranges::seen).transpose()?;
-        Ok(AttentionPass { scale, seen, sizes })
+        Ok(AttentionPass { scale, seen, sizes, log_sums })
     };
     let out = pass()?.forward([&q.detach(), &k.detach(), &v.detach()])?;
     if ![q, k, v].iter().any(|x| x.track_op()) {
@@ -113,20 +126,43 @@ struct AttentionPass {
     scale: Scale,
     seen: Option<VisiblePairs>,
     sizes: AttentionSizes,
+    log_sums: bool,
 }
 
 impl AttentionPass {
     fn forward(&self, inputs: [&Tensor; 3]) -> Result<Tensor> {
         let [q, k, v] = wide(inputs)?;
-        let weights = self.weights(&self.scores(&q, &k)?)?;
-        self.to_rows(&self.mix(&weights, &v)?)?.to_dtype(inputs[0].dtype())
+        let scores = self.scores(&q, &k)?;
+        let mixed = self.to_rows(&self.mix(&self.weights(&scores)?, &v)?)?;
+        match self.log_sums {
+            true => Tensor::cat(&[mixed, self.to_rows(&self.log_sums_of(&scores)?)?], 3),
+            false => mixed.to_dtype(inputs[0].dtype()),
+        }
+    }
+
+    /// The logarithm of the sum of the exponentials of each query's scores, `[batch, kv_heads, group, q, 1]`.
+    fn log_sums_of(&self, scores: &Tensor) -> Result<Tensor> {
+        let Some(seen) = &self.seen else { return scores.log_sum_exp(D::Minus1)?.unsqueeze(D::Minus1) };
+        let pairs = seen.pairs.broadcast_as(scores.shape())?;
+        let hidden = Tensor::full(-1e30f32, (), scores.device())?.to_dtype(scores.dtype())?;
+        let masked = pairs.where_cond(scores, &hidden.broadcast_as(scores.shape())?)?;
+        let top = masked.max_keepdim(D::Minus1)?;
+        let sums = seen.only(&masked.broadcast_sub(&top)?.exp()?)?.sum_keepdim(D::Minus1)?;
+        sums.log()?.add(&top)
     }
 
     fn backward(&self, inputs: [&Tensor; 3], of_result: [&Tensor; 2]) -> Result<[Tensor; 3]> {
         let ([q, k, v], [out, grad], dtype) = (wide(inputs)?, wide(of_result)?, inputs[0].dtype());
         let scores = self.scores(&q, &k)?;
         let weights = self.weights(&scores)?;
-        let of_rows = self.by_heads(&(out * &grad)?)?.sum_keepdim(D::Minus1)?;
+        let (of_values, width) = (|x: &Tensor| x.narrow(3, 0, self.sizes.width), self.sizes.width);
+        let products = (of_values(&out)? * of_values(&grad)?)?.sum_keepdim(D::Minus1)?;
+        let products = match self.log_sums {
+            // A score moves the logarithm by its weight, as it moves the product.
+            true => (products - grad.narrow(3, width, 1)?)?,
+            false => products,
+        };
+        let (of_rows, grad) = (self.by_heads(&products)?, of_values(&grad)?.contiguous()?);
         let of_weights = self.pairs(&grad, &v)?;
         let mut of_scores = (weights.mul(&of_weights.broadcast_sub(&of_rows)?)? * self.scale.factor)?;
         if let Some(cap) = self.scale.cap {

@@ -9,6 +9,7 @@ mod order;
 mod ring;
 mod run;
 mod sequence;
+mod sinks;
 
 use crate::kernels::{self, RopePairs};
 use crate::layout::{Placement, Replicate, Shard};

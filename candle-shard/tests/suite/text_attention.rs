@@ -11,6 +11,9 @@ use test_utils::on_ranks;
 const DIM: usize = 6;
 const WIDTH: usize = 4;
 
+/// The seed of the sinks of heads.
+const SINKS: u64 = 77;
+
 /// New tokens of each of three texts in each step; a text without any takes no part.
 const STEPS: [[usize; 3]; 7] = [[3, 0, 1], [1, 0, 1], [1, 5, 1], [1, 1, 1], [2, 1, 0], [1, 1, 1], [1, 1, 9]];
 
@@ -78,7 +81,15 @@ fn reference(
         if is_seen { 0.0 } else { f64::NEG_INFINITY }
     };
     let hidden = Tensor::from_iter((0..tokens * len).map(hidden), q.device())?.reshape((tokens, len))?;
-    let weights = candle_nn::ops::softmax(&scores.broadcast_add(&hidden)?, 3)?;
+    let scores = scores.broadcast_add(&hidden)?;
+    let weights = match options.log_sums {
+        false => candle_nn::ops::softmax(&scores, 3)?,
+        true => {
+            let sinks = values(&[heads], SINKS, DType::F64).reshape((1, heads, 1, 1))?;
+            let sinks = sinks.broadcast_as((1, heads, tokens, 1))?;
+            candle_nn::ops::softmax(&Tensor::cat(&[&scores, &sinks], 3)?, 3)?.narrow(3, 0, len)?
+        }
+    };
     weights.matmul(&of_heads(v)?)?.transpose(1, 2)?.contiguous()
 }
 
@@ -130,10 +141,18 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
                         Attention::default().scale(0.7).cap(0.5),
                         Attention::default().window(3),
                         Attention::default().window(8),
+                        Attention::default().log_sums(true),
+                        Attention::default().window(3).log_sums(true),
                     ] {
                         let options = options.causal(true);
                         let what = format!("{heads:?} {cut} {dtype:?} {kept:?} {options:?}");
                         let scale = options.scale.unwrap_or(1.0 / (DIM as f64).sqrt());
+                        let sinks = values(&[queries], SINKS, DType::F64).to_dtype(dtype)?;
+                        let sinks = distribute(&sinks, &mesh, &[Replicate])?;
+                        let finished = |made: DTensor| match options.log_sums {
+                            true => made.with_sinks(&sinks, dtype),
+                            false => Ok(made),
+                        };
                         let new = || kept.map(|dtype| Kept::new(options.window, dtype));
                         let (mut caches, mut alone) = (new(), new());
                         let mut past: [Option<[Tensor; 2]>; 3] = [None, None, None];
@@ -160,7 +179,7 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
                             let inputs = of(&parts)?;
                             let (got, sent) = comm::record(|| options.of_texts(inputs.each_ref(), texts));
                             assert_eq!(sent.total(), 0, "{what}");
-                            let got = got?.full_tensor()?;
+                            let got = finished(got?)?.full_tensor()?;
                             let mut start = 0;
                             for (&text, part) in there.iter().zip(&parts) {
                                 let [q, k, v] = part;
@@ -193,6 +212,7 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
                                 let inputs = of(std::slice::from_ref(part))?;
                                 let by_itself = options
                                     .of_texts(inputs.each_ref(), vec![alone[text].text(tokens[text])])?;
+                                let by_itself = finished(by_itself)?;
                                 assert_eq!(
                                     distance(&mine, &by_itself.full_tensor()?),
                                     0.0,

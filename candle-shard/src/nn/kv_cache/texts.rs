@@ -89,10 +89,11 @@ impl Attention {
                 _ => Replicate.into(),
             };
             let out: Targets = query.placements().iter().enumerate().map(of_axis).collect();
+            let (width, dtype) = self.result(width, query.dtype());
             let shape = Dims::from_slice(&[batch, tokens, heads, width]);
-            OpSpec::laid(&inputs, inputs.map(DTensor::targets), &out, &[(shape, query.dtype())])
+            OpSpec::laid(&inputs, inputs.map(DTensor::targets), &out, &[(shape, dtype)])
         };
-        let made = rules::run_with(OP, &[], &inputs, &op_spec, &|x, _| {
+        let made = rules::run_with(OP, &[usize::from(self.log_sums)], &inputs, &op_spec, &|x, _| {
             runs.set(true);
             let specs = [key.spec(), value.spec()];
             Ok(smallvec![self.run_texts(
@@ -149,7 +150,7 @@ impl Attention {
         if !causal || documents.is_some() || order.is_some() || key_order.is_some() || way.is_some() {
             return Error::op(
                 OP,
-                "attention over caches is causal and takes a scale, a cap and a window alone",
+                "attention over caches is causal and takes a scale, a cap, a window and log sums alone",
             );
         }
         self.check(batch, tokens, tokens)?;
@@ -171,7 +172,7 @@ impl Attention {
         let flush = |singles: &mut Vec<[Tensor; 2]>, end: usize, made: &mut Vec<Tensor>| -> Result<()> {
             if !singles.is_empty() {
                 let query = q.narrow(TOKENS, end - singles.len(), singles.len())?;
-                made.push(kernels::decode_attn(&query, singles, scale)?);
+                made.push(kernels::decode_attn(&query, singles, scale, self.log_sums)?);
                 singles.clear();
             }
             Ok(())
@@ -204,7 +205,7 @@ impl Attention {
                 };
                 let visible = Visible::new(vec![(0..*tokens).map(range).collect()]);
                 let blocks = vec![KeyBlock { rows: 0..len, visible }];
-                made.push(kernels::flash_attn_of_blocks(inputs.each_ref(), scale, blocks)?);
+                made.push(kernels::flash_attn_of_blocks(inputs.each_ref(), scale, blocks, self.log_sums)?);
             }
             start += *tokens;
         }

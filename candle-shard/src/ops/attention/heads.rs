@@ -71,7 +71,8 @@ pub(super) fn run(call: &AttentionCall, [q, k, v]: [&Tensor; 3]) -> Result<Tenso
     let (q, k) = (piece(0, of_q.len(), dim)?, piece(start, of_k.len(), dim)?);
     let v = piece(start + of_k.len() * dim, of_k.len(), width)?;
     let blocks = call.mask.blocks(&(0..len), &(0..len), &call.batch);
-    let mixed = kernels::flash_attn_of_blocks([&q, &k, &v], call.scale, blocks)?;
+    let mixed = kernels::flash_attn_of_blocks([&q, &k, &v], call.scale, blocks, call.log_sums)?;
+    let width = width + usize::from(call.log_sums);
 
     let mixed = mixed.reshape((batch, len, of_q.len() * width))?;
     let concat = Cut::new(2, &of_ranks.iter().map(|(of_q, _)| of_q.len() * width).collect::<Vec<_>>());

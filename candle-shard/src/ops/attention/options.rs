@@ -2,6 +2,7 @@
 use super::mask::Mask;
 use super::order::TokenOrder;
 use crate::{Error, Result};
+use candle_core::DType;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -55,6 +56,9 @@ pub struct Attention {
     pub key_order: Option<TokenOrder>,
     /// How keys meet queries that are sharded along the sequence; by default that which moves the fewest bytes.
     pub way: Option<ContextWay>,
+    /// Whether the result is `[batch, q, heads, v + 1]`, in f32 at least. Its last column is the logarithm of the sum of the
+    /// exponentials of the scores, for [`DTensor::with_sinks`](crate::DTensor::with_sinks); -∞ for a query that sees no key.
+    pub log_sums: bool,
 }
 
 /// How keys and values meet queries that are sharded along the sequence on `n` ranks.
@@ -169,6 +173,17 @@ impl Attention {
     /// Sets how keys meet queries that are sharded along the sequence.
     pub fn way(self, way: impl Into<Option<ContextWay>>) -> Self {
         Self { way: way.into(), ..self }
+    }
+
+    /// Sets whether the result has the logarithms of the sums of the softmax.
+    pub fn log_sums(self, log_sums: bool) -> Self {
+        Self { log_sums, ..self }
+    }
+
+    /// Returns the width and the dtype of a result for values of a width and a dtype.
+    pub(crate) fn result(&self, width: usize, dtype: DType) -> (usize, DType) {
+        let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        if self.log_sums { (width + 1, wide) } else { (width, dtype) }
     }
 
     /// Returns the work of each rank for one head of a sequence whose tokens are cut into `sizes`: the number of pairs

@@ -38,11 +38,12 @@ fn run_in<T: AttentionDtype>(call: AttentionCall, inputs: [&Tensor; 3]) -> Resul
     let [q, k, v] = inputs.map(Tensor::detach);
     let whole = ring.forward::<T>([&q, &k, &v])?;
     let has_keys = inputs[1].track_op() || inputs[2].track_op();
-    let backward = move |norms: &SoftmaxNorms<T>, inputs: [&Tensor; 3], [out, grad]: [&Tensor; 2]| {
+    let scale = (ring.call.scale, ring.call.log_sums);
+    let backward = move |of_rows: (&SoftmaxNorms<T>, &[T]), inputs: [&Tensor; 3], grad: &Tensor| {
         let [q, k, v] = inputs.map(Tensor::detach);
-        ring.backward([&q, &k, &v], [&out.detach(), grad], (norms, has_keys))
+        ring.backward([&q, &k, &v], grad, of_rows, has_keys)
     };
-    Ok(kernels::with_backward("ring attention", inputs, whole, backward)?)
+    Ok(kernels::with_backward("ring attention", inputs, whole, scale, backward)?)
 }
 
 struct RingAttention {
@@ -128,13 +129,12 @@ impl RingAttention {
     fn backward<T: AttentionDtype>(
         &self,
         [q, k, v]: [&Tensor; 3],
-        [out, grad]: [&Tensor; 2],
-        (norms, has_keys): (&SoftmaxNorms<T>, bool),
+        grad: &Tensor,
+        (norms, inner): (&SoftmaxNorms<T>, &[T]),
+        has_keys: bool,
     ) -> candle_core::Result<[Tensor; 3]> {
         let query = q.to_dtype(T::DTYPE)?;
-        let inner = T::inner(out, grad)?;
-        let work =
-            kernels::AttentionBackward { query: &query, grad, norms, inner: &inner, scale: self.call.scale };
+        let work = kernels::AttentionBackward { query: &query, grad, norms, inner, scale: self.call.scale };
         let group = &self.call.group;
         let (me, ranks) = (group.rank(), group.size());
         let (next, before) = ((me + 1) % ranks, (me + ranks - 1) % ranks);

@@ -79,24 +79,28 @@ impl Attention {
         }
         let signature = || {
             let mut shape = query.dims().to_vec();
-            shape[query.rank() - 1] = value.dims()[3];
+            let (width, dtype) = self.result(value.dims()[3], query.dtype());
+            shape[query.rank() - 1] = width;
             // One key head serves all query heads.
             let of_keys = if key.dims()[2] < query.dims()[2] { Replicate } else { Shard(2) };
-            let rows = ShardingRules::from_iter([
+            // Logarithms are no sums over parts of the values.
+            let of_sums = (!self.log_sums).then(|| ShardingRule::new(SUM, &[Replicate, Replicate, SUM]));
+            let rows = [
                 ShardingRule::new(Shard(0), &[Shard(0); 3]),
                 ShardingRule::new(Shard(2), &[Shard(2), of_keys, of_keys]),
-                ShardingRule::new(SUM, &[Replicate, Replicate, SUM]),
-                ShardingRule::new(Shard(1), &[Shard(1), Replicate, Replicate]),
-            ]);
-            Ok(Signature::new(rows, &shape, query.dtype()))
+            ];
+            let rows = rows.into_iter().chain(of_sums);
+            let rows = rows.chain([ShardingRule::new(Shard(1), &[Shard(1), Replicate, Replicate])]);
+            Ok(Signature::new(ShardingRules::from_iter(rows), &shape, dtype))
         };
         let run = || {
-            rules::run("flash_attn", &[], &inputs, signature, |x, out| {
+            rules::run("flash_attn", &[usize::from(self.log_sums)], &inputs, signature, |x, out| {
                 let (query, key, value) = (x[0].to_local(), x[1].to_local(), x[2].to_local());
                 let query = if query.rank() == 5 { query.flatten(2, 3)? } else { query.clone() };
                 let block = out.local_block();
                 let blocks = mask.blocks(&block[1], &(0..x[1].dims()[1]), &block[0]);
-                let mixed = kernels::flash_attn_of_blocks([&query, key, value], scale, blocks)?;
+                let mixed =
+                    kernels::flash_attn_of_blocks([&query, key, value], scale, blocks, self.log_sums)?;
                 Ok(mixed.reshape(out.local_shape().as_slice())?)
             })
         };

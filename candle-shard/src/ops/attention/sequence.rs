@@ -22,6 +22,7 @@ pub(super) struct AttentionCall {
     pub(super) group: ProcessGroup,
     pub(super) mask: Mask,
     pub(super) scale: Scale,
+    pub(super) log_sums: bool,
     /// The rows of the queries and of the keys on each rank of the axis.
     pub(super) queries: Vec<Range<usize>>,
     pub(super) keys: Vec<Range<usize>>,
@@ -52,7 +53,7 @@ pub(super) fn run(
             run_sharded(options, axis, [q, k, v], (mask, scale)).map(Some)
         }
         _ => match key_axis([q, k, v]).filter(|&axis| q.device().is_cpu() && joins(axis, [q, k, v])) {
-            Some(axis) => run_joined(axis, [q, k, v], (mask, scale)).map(Some),
+            Some(axis) => run_joined(options, axis, [q, k, v], (mask, scale)).map(Some),
             None => Ok(None),
         },
     }
@@ -73,7 +74,7 @@ fn key_axis([q, k, v]: [&DTensor; 3]) -> Option<usize> {
 /// Then it does not depend on the length of the sequence, by which the way is chosen, whether a call is strict.
 pub(super) fn is_inherent(inputs: [&DTensor; 3]) -> Result<bool> {
     match key_axis(inputs) {
-        Some(axis) => Ok(!OpSpec::of_rows(axis, inputs, false)?.communicates),
+        Some(axis) => Ok(!OpSpec::of_rows(&Attention::default(), axis, inputs, false)?.communicates),
         None => Ok(false),
     }
 }
@@ -103,24 +104,29 @@ fn run_sharded(
     inputs: [&DTensor; 3],
     (mask, scale): (&Mask, Scale),
 ) -> Result<DTensor> {
-    let q = inputs[0];
     let way = choose(options, axis, inputs, mask)?;
-    let op_spec = || OpSpec::of_rows(axis, inputs, true);
-    let mut made = rules::run_with(name(way), &[], &inputs, &op_spec, &|x, outs| {
-        let call = AttentionCall::new(axis, x, (mask, scale))?;
+    let op_spec = || OpSpec::of_rows(options, axis, inputs, true);
+    let attributes = [usize::from(options.log_sums)];
+    let mut made = rules::run_with(name(way), &attributes, &inputs, &op_spec, &|x, outs| {
+        let call = AttentionCall::new(options, axis, x, (mask, scale))?;
         let out = call.run(way, x)?;
-        Ok(smallvec![out.to_dtype(q.dtype())?.reshape(outs[0].local_shape().as_slice())?])
+        Ok(smallvec![out.to_dtype(outs[0].dtype())?.reshape(outs[0].local_shape().as_slice())?])
     })?;
     Ok(made.remove(0))
 }
 
 /// Attention of replicated queries: each rank computes over its keys, and the results are joined.
 #[track_caller]
-fn run_joined(axis: usize, inputs: [&DTensor; 3], (mask, scale): (&Mask, Scale)) -> Result<DTensor> {
-    let q = inputs[0];
-    let op_spec = || OpSpec::of_rows(axis, inputs, false);
-    let mut made = rules::run_with("flash_attn by joining", &[], &inputs, &op_spec, &|x, outs| {
-        let call = AttentionCall::new(axis, x, (mask, scale))?;
+fn run_joined(
+    options: &Attention,
+    axis: usize,
+    inputs: [&DTensor; 3],
+    (mask, scale): (&Mask, Scale),
+) -> Result<DTensor> {
+    let op_spec = || OpSpec::of_rows(options, axis, inputs, false);
+    let attributes = [usize::from(options.log_sums)];
+    let mut made = rules::run_with("flash_attn by joining", &attributes, &inputs, &op_spec, &|x, outs| {
+        let call = AttentionCall::new(options, axis, x, (mask, scale))?;
         // Each rank has the gradient of the query through its own keys.
         let query = match x[0].is_varying(axis) {
             true => x[0].to_local().clone(),
@@ -130,14 +136,14 @@ fn run_joined(axis: usize, inputs: [&DTensor; 3], (mask, scale): (&Mask, Scale))
         // The gradient of a varying result is a share on each rank, and all keys need the whole.
         let varies = inputs.iter().any(|x| x.varying() & (1 << axis) != 0);
         let out = if varies { Step::ToVarying.apply(&out, &call.group)? } else { out };
-        Ok(smallvec![out.to_dtype(q.dtype())?.reshape(outs[0].local_shape().as_slice())?])
+        Ok(smallvec![out.to_dtype(outs[0].dtype())?.reshape(outs[0].local_shape().as_slice())?])
     })?;
     Ok(made.remove(0))
 }
 
 impl OpSpec {
     /// The op spec for attention whose keys, and if `queries` also its queries, are sharded along the sequence on `axis`.
-    fn of_rows(axis: usize, inputs: [&DTensor; 3], queries: bool) -> Result<Self> {
+    fn of_rows(options: &Attention, axis: usize, inputs: [&DTensor; 3], queries: bool) -> Result<Self> {
         rules::check_meshes("flash_attn", &inputs)?;
         let [q, k, v] = inputs;
         let one_head = k.dims()[2] < q.dims()[2];
@@ -165,8 +171,9 @@ impl OpSpec {
             of_k.push(Target { placement: of_keys, sizes: if of_keys == placement { sizes } else { None } });
         }
         let mut shape = Dims::from_slice(q.dims());
-        shape[q.rank() - 1] = v.dims()[3];
-        let outs = [(shape, q.dtype())];
+        let (width, dtype) = options.result(v.dims()[3], q.dtype());
+        shape[q.rank() - 1] = width;
+        let outs = [(shape, dtype)];
         let mut op_spec = Self::laid(&inputs, [of_q.clone(), of_k.clone(), of_k], &of_q, &outs)?;
         // A rank without queries may have keys for the others.
         op_spec.nothing = false;
@@ -230,7 +237,7 @@ fn rows_of(spec: &Spec, axis: usize) -> Vec<Range<usize>> {
 
 impl AttentionCall {
     /// Describes the call for the query, the key and the value in `x`.
-    fn new(axis: usize, x: &[DTensor], (mask, scale): (&Mask, Scale)) -> Result<Self> {
+    fn new(options: &Attention, axis: usize, x: &[DTensor], (mask, scale): (&Mask, Scale)) -> Result<Self> {
         let (q, k) = (&x[0], &x[1]);
         let group = DTensor::described_by(x, q.mesh().axis_group(axis)?.clone(), 1 << axis);
         let queries = match q.placements()[axis] {
@@ -239,7 +246,8 @@ impl AttentionCall {
         };
         let keys = rows_of(k.spec(), axis);
         let batch = q.spec().local_block()[0].clone();
-        Ok(Self { group, mask: mask.clone(), scale, queries, keys, batch })
+        let log_sums = options.log_sums;
+        Ok(Self { group, mask: mask.clone(), scale, log_sums, queries, keys, batch })
     }
 
     /// Runs the local computation. The result has the dtype of the computation.
@@ -267,7 +275,7 @@ impl AttentionCall {
         let (k, v) = (part(&all, 3, 0, k.dim(3)?)?, part(&all, 3, k.dim(3)?, v.dim(3)?)?);
         let keys = 0..self.keys.last().map_or(0, |last| last.end);
         let blocks = self.mask.blocks(self.mine(), &keys, &self.batch);
-        Ok(kernels::flash_attn_of_blocks([q, &k, &v], self.scale, blocks)?)
+        Ok(kernels::flash_attn_of_blocks([q, &k, &v], self.scale, blocks, self.log_sums)?)
     }
 
     fn joined(&self, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
@@ -289,7 +297,7 @@ impl AttentionCall {
         let parts =
             packed.to_vec2::<T>()?.into_iter().map(|packed| Ok(kernels::Partial::unpack(&packed, width)));
         let whole = kernels::join_all(kernels::sizes([&q, &k, &v])?, parts, self.scale)?;
-        Ok(T::with_result([&q, &k, &v], whole, self.scale, blocks)?)
+        Ok(T::with_result([&q, &k, &v], whole, (self.scale, self.log_sums), blocks)?)
     }
 }
 

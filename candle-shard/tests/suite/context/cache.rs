@@ -26,8 +26,8 @@ fn decoding_over_a_cut_cache_equals_one_device() {
                     (len, len, &[Shard(1)][..])
                 );
                 assert!(keys.to_local().dims()[1].abs_diff(len / world) <= 1, "{len} on {world}");
-                for window in [None, Some(3)] {
-                    let whole = Attention::default().causal(true).window(window);
+                for (window, log_sums) in [(None, false), (Some(3), false), (None, true), (Some(3), true)] {
+                    let whole = Attention::default().causal(true).window(window).log_sums(log_sums);
                     let options = whole.clone().key_order(cache.order()?);
                     let (got, counts) = comm::record(|| options.of(&queries, &keys, &all_values));
                     let of_whole = |x: &Tensor| everywhere(&x.narrow(1, 0, len)?.contiguous()?);

@@ -16,6 +16,8 @@ pub(crate) struct Pairs {
     pub(crate) documents: Vec<Vec<Option<usize>>>,
     /// The cap of the scores.
     pub(crate) cap: Option<f64>,
+    /// Whether each head has a sink.
+    pub(crate) sinks: bool,
 }
 
 impl Pairs {
@@ -34,6 +36,8 @@ pub(crate) struct Truth {
     pub(crate) weights: Tensor,
     pub(crate) value: Tensor,
     pub(crate) grads: [Tensor; 3],
+    /// The sinks and their gradient, if there are some.
+    pub(crate) sinks: Option<[Tensor; 2]>,
 }
 
 /// Computes attention by its definition, with all scores in memory.
@@ -69,13 +73,26 @@ pub(crate) fn truth(
     };
     let seen = seen.broadcast_as(scores.shape())?;
     let hidden = Tensor::new(-1e30, &Device::Cpu)?.to_dtype(dtype)?.broadcast_as(scores.shape())?;
-    let weighted = candle_nn::ops::softmax(&seen.where_cond(&scores, &hidden)?, D::Minus1)?;
+    let scores = seen.where_cond(&scores, &hidden)?;
+    let sinks = pairs.sinks.then(|| Var::from_tensor(&values(&[heads], 5, dtype))).transpose()?;
+    let weighted = match &sinks {
+        None => candle_nn::ops::softmax(&scores, D::Minus1)?,
+        Some(sinks) => {
+            let column = sinks.reshape((1, heads, 1, 1))?.broadcast_as((batch, heads, queries, 1))?;
+            candle_nn::ops::softmax(&Tensor::cat(&[&scores, &column], 3)?, D::Minus1)?.narrow(3, 0, keys)?
+        }
+    };
     let weighted = seen.where_cond(&weighted, &weighted.zeros_like()?)?;
     let value = weighted.matmul(&v.contiguous()?)?.transpose(1, 2)?;
     let grads = (&value * &weights)?.sum_all()?.backward()?;
     let grad = |i: usize| grads.get(&vars[i]).cloned().map_or_else(|| vars[i].zeros_like(), Ok);
+    let of_sinks = |sinks: &Var| -> candle_core::Result<[Tensor; 2]> {
+        let grad = grads.get(sinks).cloned().map_or_else(|| sinks.zeros_like(), Ok)?;
+        Ok([sinks.as_detached_tensor(), grad])
+    };
+    let sinks = sinks.as_ref().map(of_sinks).transpose()?;
     let grads = [grad(0)?, grad(1)?, grad(2)?];
-    Ok(Truth { inputs, weights, value: value.detach().contiguous()?, grads })
+    Ok(Truth { inputs, weights, value: value.detach().contiguous()?, grads, sinks })
 }
 
 /// The rows of queries and of keys on each rank; the default sizes if there are none.
@@ -98,11 +115,24 @@ pub(crate) fn errors(truth: &Truth, options: &Attention, mesh: &DeviceMesh, [q, 
         Leaf::with_spec(&whole, spec, &at.iter().copied().map(Lay::At).collect::<Vec<_>>())
     };
     let leaves = [leaf(0, q)?, leaf(1, k)?, leaf(2, k)?];
-    let out = options.of(&leaves[0].tensor, &leaves[1].tensor, &leaves[2].tensor)?;
+    let options = options.clone().log_sums(truth.sinks.is_some());
+    let mut out = options.of(&leaves[0].tensor, &leaves[1].tensor, &leaves[2].tensor)?;
+    let everywhere = vec![Replicate; mesh.ndim()];
+    let sinks = truth.sinks.as_ref().map(|[sinks, _]| {
+        let spec = Spec::new(mesh, &everywhere, sinks.shape(), sinks.dtype())?;
+        Leaf::with_spec(sinks, spec, &vec![Lay::At(Replicate); mesh.ndim()])
+    });
+    let sinks = sinks.transpose()?;
+    if let Some(sinks) = &sinks {
+        out = out.with_sinks(&sinks.tensor, truth.value.dtype())?;
+    }
     assert_eq!(out.placements(), at);
     let mut worst = value_error(&out, &ordered(&truth.value)?)?;
     let weights = distribute(&ordered(&truth.weights)?, mesh, &vec![Replicate; mesh.ndim()])?;
     let grads = out.mul(&weights)?.sum_all()?.backward()?;
+    if let (Some(leaf), Some([_, grad])) = (&sinks, &truth.sinks) {
+        worst = worst.max(leaf.gradient_error(&grads, grad)?);
+    }
     for (leaf, grad) in leaves.iter().zip(&truth.grads) {
         worst = worst.max(leaf.gradient_error(&grads, &ordered(grad)?)?);
     }

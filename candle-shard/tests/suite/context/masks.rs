@@ -36,6 +36,7 @@ fn each_mask_equals_one_device() {
                             window: window.map(|window| window.min(1000)),
                             documents,
                             cap: None,
+                            sinks: causal,
                         };
                         let truth = truth([2, 4, 2, 4, 4], (len, len), (&pairs, 0.6), dtype)?;
                         let documents = (!list.is_empty()).then(|| Documents::of_each(list.clone()));

@@ -72,7 +72,7 @@ proptest! {
         drawn in drawn(),
         (kv_heads, group, dim, width) in (1usize..4, 1usize..4, 1usize..5, 1usize..5),
         (causal, window, cap) in (any::<bool>(), proptest::option::of(1usize..70), proptest::option::of(0.3f64..3.0)),
-        way in 0usize..4,
+        (way, sinks) in (0usize..4, any::<bool>()),
     ) {
         let Drawn { batch, len, dp, cp, lists, lie } = drawn.clone();
         let pairs = Pairs {
@@ -80,6 +80,7 @@ proptest! {
             window,
             documents: lists.iter().map(|ends| of_rows(ends, len)).collect(),
             cap,
+            sinks,
         };
         let truth = truth([batch, kv_heads * group, kv_heads, dim, width], (len, len), (&pairs, 0.6), DType::F64).unwrap();
         let (order, cut) = match lie {

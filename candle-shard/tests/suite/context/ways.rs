@@ -34,8 +34,8 @@ fn each_way_equals_one_device() {
                 for causal in [false, true] {
                     for dtype in [DType::F64, DType::F32] {
                         let heads = HEADS[(nth + usize::from(causal) + world) % HEADS.len()];
-                        let truth =
-                            truth(heads, (len, len), (&Pairs { causal, ..Pairs::default() }, 0.6), dtype)?;
+                        let pairs = Pairs { causal, sinks: (nth + world) % 2 == 0, ..Pairs::default() };
+                        let truth = truth(heads, (len, len), (&pairs, 0.6), dtype)?;
                         for &way in &ways {
                             for order in [None, Some(TokenOrder::zigzag(len, world))] {
                                 let options =
@@ -86,8 +86,9 @@ fn shards_of_any_sizes_and_other_numbers_of_keys_equal_one_device() {
             [([0, 5, 2], [0, 5, 2]), ([3, 0, 1], [0, 9, 0]), ([2, 2, 2], [1, 0, 1]), ([0, 0, 1], [3, 1, 0])]
         {
             let lens = (queries.iter().sum(), keys.iter().sum());
-            for causal in [false, true] {
-                let truth = truth(HEADS[4], lens, (&Pairs { causal, ..Pairs::default() }, 0.6), DType::F64)?;
+            for (causal, sinks) in [(false, false), (true, false), (false, true), (true, true)] {
+                let pairs = Pairs { causal, sinks, ..Pairs::default() };
+                let truth = truth(HEADS[4], lens, (&pairs, 0.6), DType::F64)?;
                 for way in [None, Some(ContextWay::Gather)]
                     .into_iter()
                     .chain(has_ring.then_some(Some(ContextWay::Ring)))

@@ -112,6 +112,51 @@ fn attention_of_capped_scores() {
     sweep("capped_attention", cases);
 }
 
+#[test]
+fn attention_with_sinks() {
+    let mut cases = Vec::new();
+    for [q, k, v] in SHAPES {
+        let sinks: &[usize] = Box::leak(Box::new([q[1]]));
+        let inputs: [Input; 4] = [(q, Float), (k, Float), (v, Float), (sinks, Float)];
+        let made = |x: &[DTensor]| {
+            let [q, k, v] = [x[0].transpose(1, 2)?, x[1].transpose(1, 2)?, x[2].transpose(1, 2)?];
+            let options = candle_shard::Attention::default().log_sums(true);
+            options.of(&q, &k, &v)?.with_sinks(&x[3], q.dtype())?.transpose(1, 2)
+        };
+        let plain = |x: &[Tensor]| {
+            plain::attention(&x[..3], |scores| {
+                let (b, h, queries, keys) = scores.dims4()?;
+                let sinks = x[3].reshape((1, h, 1, 1))?.broadcast_as((b, h, queries, 1))?;
+                candle_nn::ops::softmax(&Tensor::cat(&[scores, &sinks], 3)?, D::Minus1)?.narrow(3, 0, keys)
+            })
+        };
+        cases.push(Case::new("attention with sinks", &inputs, made, plain));
+    }
+    sweep("attention with sinks", cases);
+}
+
+#[test]
+fn a_sink_of_minus_infinity_is_none_and_sinks_that_do_not_fit_are_refused() {
+    on_ranks(2, "no sinks", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("tp", 2)])?;
+        let x = test_utils::values(&[1, 5, 3, 4], 1, DType::F64);
+        let x = test_utils::distribute(&x, &mesh, &[Shard(2)])?;
+        let attention = candle_shard::Attention::default().causal(true).window(2);
+        let sinks = |sinks: &[f64]| {
+            let whole = Tensor::new(sinks, &candle_core::Device::Cpu)?;
+            test_utils::distribute(&whole, &mesh, &[Shard(0)])
+        };
+        let with = attention.clone().log_sums(true).of(&x, &x, &x)?;
+        assert_eq!(with.dims(), [1, 5, 3, 5]);
+        let made = with.with_sinks(&sinks(&[f64::NEG_INFINITY; 3])?, DType::F64)?;
+        let want = attention.of(&x, &x, &x)?;
+        assert!(test_utils::distance(&made.full_tensor()?, &want.full_tensor()?) < 1e-14);
+        let said = with.with_sinks(&sinks(&[0.0; 2])?, DType::F64).unwrap_err().to_string();
+        assert!(said.contains("with_sinks") && said.contains("[h]"), "{said}");
+        Ok(())
+    });
+}
+
 /// The softmax of masked scores, which are in ±cap if there is a cap.
 fn capped_softmax(mask: &Tensor, cap: Option<f64>) -> impl Fn(&Tensor) -> candle_core::Result<Tensor> {
     move |scores| {
