@@ -12,8 +12,11 @@ use smallvec::smallvec;
 impl DTensor {
     /// Splits `dim` of `n · unit` elements to `[n, unit]`. Its shards become shards of the units; those that cut a unit are
     /// resized.
+    ///
+    /// # Errors
+    /// If there is no such dim, or it has no whole units.
     #[track_caller]
-    pub(crate) fn split_units(&self, dim: usize, unit: usize) -> Result<Self> {
+    pub fn split_units(&self, dim: usize, unit: usize) -> Result<Self> {
         let Some(units) = self
             .dims()
             .get(dim)
