@@ -87,6 +87,24 @@ MIXTURES = {
     ),
 }
 
+# Layers that keep a state of a text, beside attention.
+CASES |= {
+    "lfm2": (
+        "Lfm2",
+        dict(
+            num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], block_multiple_of=16,
+            rope_parameters=ROPE,
+        ),
+    ),
+    "lfm2 with more taps": (
+        "Lfm2",
+        dict(
+            layer_types=["full_attention", "conv"], conv_L_cache=5, block_auto_adjust_ff_dim=False, norm_eps=1e-3,
+            tie_word_embeddings=False, rope_parameters=ROPE,
+        ),
+    ),
+}
+
 ROPES_PATH = PATH.with_name("ropes.json")
 SHORT = 5
 LONG = dict(max_position_embeddings=32, hidden_size=64)

@@ -79,7 +79,7 @@ impl SelfAttention {
                 turns.iter().map(|turn| [turn.past.len(), turn.tokens]).collect();
             (q, k) = (angles.turn(&q, &places, is_local)?, angles.turn(&k, &places, is_local)?);
         }
-        let mixed = match cache::texts(turns) {
+        let mixed = match cache::texts(turns)? {
             Texts::Whole(texts) => self.options().of_texts([&q, &k, &v], texts)?,
             Texts::Cut(texts) => self.over_parts([&q, &k, &v], texts)?,
         };

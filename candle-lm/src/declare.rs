@@ -50,15 +50,18 @@ pub fn writer(
     let mut model = Declaration::new(config, BatchAxes::WHOLE);
     let (tokens, spans) = (model.g.input("tokens", In::Arg), model.g.input("spans", In::Arg));
     let h = model.embed(tokens);
-    let h = model.layers(h, Some(spans), longest, move |layer, angles, window| {
-        let slot = |_| Cache::of_layer(window, angles.positions()).with_dtype(cache);
-        let slots: RefCell<Vec<Cache>> = RefCell::new((0..slots).map(slot).collect());
-        move |h: &DTensor, spans: Option<&Tensor>| {
-            let (slots, spans) = (&mut slots.borrow_mut()[..], &step::unpack(spans)?[..]);
-            cache::begin(slots, spans)?;
-            let y = layer.run(|layer| layer.forward(h, &angles, Some(cache::turns(slots, 0, spans))))?;
-            cache::advance(slots, spans);
-            Ok(y)
+    let h = model.layers(h, Some(spans), longest, {
+        let config = config.clone();
+        move |layer, angles, i| {
+            let slot = |_| Cache::of_layer(&config, i, angles.positions()).with_dtype(cache);
+            let slots: RefCell<Vec<Cache>> = RefCell::new((0..slots).map(slot).collect());
+            move |h: &DTensor, spans: Option<&Tensor>| {
+                let (slots, spans) = (&mut slots.borrow_mut()[..], &step::unpack(spans)?[..]);
+                cache::begin(slots, spans)?;
+                let y = layer.run(|layer| layer.forward(h, &angles, Some(cache::turns(slots, 0, spans))))?;
+                cache::advance(slots, spans);
+                Ok(y)
+            }
         }
     });
     // Only what follows the last token of each text is asked for.
@@ -223,11 +226,11 @@ impl Declaration {
         self.g.module("model.embed_tokens", build, [tokens].into_iter().chain(self.tied))
     }
 
-    /// Adds all layers. `run` makes a function of each layer and its window. The function takes hidden states, and what says which
+    /// Adds all layers. `run` makes a function of each layer and its number. The function takes hidden states, and what says which
     /// texts they belong to.
     fn layers<F, R>(&mut self, mut h: ValueId, texts: Option<ValueId>, longest: usize, run: F) -> ValueId
     where
-        F: Fn(FullyShard<Arc<DecoderLayer>>, Angles, Option<usize>) -> R + Clone + Send + Sync + 'static,
+        F: Fn(FullyShard<Arc<DecoderLayer>>, Angles, usize) -> R + Clone + Send + Sync + 'static,
         R: Fn(&DTensor, Option<&Tensor>) -> candle_shard::Result<DTensor> + 'static,
     {
         for i in 0..self.config.num_hidden_layers {
@@ -235,7 +238,7 @@ impl Declaration {
             let build = move |vb: &MeshVarBuilder| {
                 let layer = FullyShard::new(vb, |vb| Ok(Arc::new(DecoderLayer::new(&config, i, vb)?)))?;
                 let angles = angles(&config, longest, between, vb)?;
-                Ok(hidden(vb, between, run(layer, angles, config.parts.window(i))))
+                Ok(hidden(vb, between, run(layer, angles, i)))
             };
             h = self.g.module(&format!("model.layers.{i}"), build, [h].into_iter().chain(texts));
         }

@@ -105,6 +105,7 @@ impl Files {
             let known: BTreeSet<String> = config.stored().into_iter().map(|(name, _)| name).collect();
             weights = without_zero_biases(weights.dequantize(quantization)?, &known)?;
         }
+        weights = weights.rename(|name| config.name_in_memory(name))?;
         for (name, parts) in config.fused() {
             weights = weights.split(&name, &parts)?;
         }

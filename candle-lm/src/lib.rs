@@ -32,6 +32,7 @@ pub mod sample;
 pub mod score;
 pub mod sentence_embedding;
 pub mod session;
+mod short_conv;
 mod special_tokens;
 mod staged;
 pub mod step;

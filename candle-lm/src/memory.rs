@@ -12,11 +12,11 @@ use crate::config::tensors::EXPERTS;
 use crate::engine::ModelOptions;
 use crate::files::Files;
 
-/// Returns the bytes of keys and values of `texts` texts with room for `room` tokens each, on all `tp` ranks together that
-/// share a layer.
+/// Returns the bytes of the keys, values and states of `texts` texts with room for `room` tokens each, on all `tp` ranks together
+/// that share a layer.
 ///
 /// Each of `cp` ranks keeps a part of the tokens of layers without a window; the numbers are those of one of them. Layers
-/// with a window keep no more tokens than it has. If there are fewer key heads than ranks, each query head has a
+/// with a window keep no more tokens than it has, and recurrent ones a state in 32 bits. If there are fewer key heads than ranks, each query head has a
 /// copy.
 ///
 /// ```
@@ -34,8 +34,10 @@ pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp
     let heads = if key_value < tp { query } else { key_value };
     let part = room.div_ceil(cp.max(1));
     let kept = |layer| config.parts.window(layer).filter(|&window| window < room).unwrap_or(part);
-    let tokens: usize = (0..config.num_hidden_layers).map(kept).fold(0, usize::saturating_add);
-    [tokens, heads, dim, 2, dtype.size_in_bytes(), texts].into_iter().fold(1, usize::saturating_mul)
+    let attention = (0..config.num_hidden_layers).filter(|&layer| !config.parts.mixer(layer).is_recurrent());
+    let tokens: usize = attention.map(kept).fold(0, usize::saturating_add);
+    let keys = [tokens, heads, dim, 2, dtype.size_in_bytes()].into_iter().fold(1, usize::saturating_mul);
+    keys.saturating_add(config.state_bytes()).saturating_mul(texts)
 }
 
 /// The projections whose outputs are cut.
@@ -75,7 +77,8 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
             _ if pp > 1 && config.tie_word_embeddings && module == "embed_tokens" => 2,
             _ => 1,
         };
-        let replicas = held.cp.saturating_mul(if shape.len() == 3 { 1 } else { held.ep });
+        let is_expert = EXPERTS.iter().any(|part| name.ends_with(part));
+        let replicas = held.cp.saturating_mul(if is_expert { 1 } else { held.ep });
         all = all.saturating_add(bytes.saturating_mul(copies).saturating_mul(replicas));
     }
     Ok(all)

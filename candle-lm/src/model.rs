@@ -11,6 +11,7 @@ use candle_shard::{
 use crate::TOKEN_AXIS;
 use crate::cache::{self, Cache};
 use crate::config::Config;
+use crate::config::mixers::MixerKind;
 use crate::layer::DecoderLayer;
 use crate::norm::Norm;
 use crate::projection::{Projection, TokenTable};
@@ -41,10 +42,14 @@ enum WeightCut {
 }
 
 /// The modules that are cut.
-const PLAN: [(&str, WeightCut); 7] = [
+const PLAN: [(&str, WeightCut); 11] = [
     ("model.embed_tokens", WeightCut::Rows),
     ("model.layers.*.self_attn", WeightCut::Columns),
     ("model.layers.*.self_attn.o_proj", WeightCut::Rows),
+    ("model.layers.*.conv.b_proj", WeightCut::Columns),
+    ("model.layers.*.conv.c_proj", WeightCut::Columns),
+    ("model.layers.*.conv.x_proj", WeightCut::Columns),
+    ("model.layers.*.conv.out_proj", WeightCut::Rows),
     ("model.layers.*.mlp.gate_proj", WeightCut::Columns),
     ("model.layers.*.mlp.up_proj", WeightCut::Columns),
     ("model.layers.*.mlp.down_proj", WeightCut::Rows),
@@ -71,10 +76,18 @@ impl Decoder {
         Ok(Self { embed_tokens, layers, norm, lm_head, angles, mesh, config: config.clone() })
     }
 
-    /// How a model is cut on the mesh axis `axis`: heads and feed-forward columns, tables by tokens. [Experts](candle_shard::nn::MoE) have axes
+    /// How a model is cut on the mesh axis `axis`: heads, channels and feed-forward columns, tables by tokens. [Experts](candle_shard::nn::MoE) have axes
     /// of their own.
     pub fn plan(config: &Config, axis: &str) -> Plan {
-        let is_there = |module: &str| !module.contains(".mlp.") || config.has_dense_layers();
+        let has = |wanted: fn(MixerKind) -> bool| {
+            (0..config.num_hidden_layers).any(|layer| wanted(config.parts.mixer(layer)))
+        };
+        let is_there = |module: &str| match () {
+            () if module.contains(".mlp.") => config.has_dense_layers(),
+            () if module.contains(".self_attn") => has(|mixer| mixer == MixerKind::Attention),
+            () if module.contains(".conv.") => has(|mixer| matches!(mixer, MixerKind::ShortConv { .. })),
+            () => true,
+        };
         PLAN.into_iter().filter(|(module, _)| is_there(module)).fold(
             Plan::new(axis),
             |plan, (module, cut)| match cut {

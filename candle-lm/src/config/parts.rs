@@ -5,6 +5,7 @@ use candle_shard::kernels::RopePairs;
 
 use super::RopeScaling;
 use super::experts::Experts;
+use super::mixers::MixerKind;
 
 /// The parts of a decoder. [`Default`] is a Llama.
 #[derive(Clone, Debug, PartialEq)]
@@ -49,7 +50,14 @@ pub struct Parts {
     pub fused: bool,
     /// The experts that replace the feed-forward networks of some layers.
     pub experts: Option<Experts>,
+    /// What mixes the tokens of each layer; attention in all without a list.
+    pub mixers: Vec<MixerKind>,
+    /// What files call modules, where layers have other names for them.
+    pub names: &'static ModuleNames,
 }
+
+/// Modules by their paths within a layer, or outside of layers, and what files call them.
+pub type ModuleNames = [(&'static str, &'static str)];
 
 /// Where a layer has norms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,6 +124,8 @@ impl Default for Parts {
             logits_divisor: 1.0,
             fused: false,
             experts: None,
+            mixers: Vec::new(),
+            names: &[],
         }
     }
 }
@@ -129,6 +139,11 @@ impl Parts {
     /// Whether a layer has rotary positions.
     pub fn is_rotary(&self, layer: usize) -> bool {
         self.rotary.get(layer).copied().unwrap_or(true)
+    }
+
+    /// What mixes the tokens of a layer.
+    pub fn mixer(&self, layer: usize) -> MixerKind {
+        self.mixers.get(layer).copied().unwrap_or(MixerKind::Attention)
     }
 
     /// The experts of a layer, if it has some.

@@ -4,6 +4,7 @@ use candle_shard::nn::Heads;
 
 use super::Config;
 use super::experts::Experts;
+use super::mixers::MixerKind;
 use super::parts::{Parts, QkNorm};
 
 /// The name and shape of a tensor.
@@ -32,26 +33,26 @@ impl Config {
 
     fn of_layer(&self, layer: usize) -> Vec<Tensor> {
         let (hidden, inner) = (self.hidden_size, self.intermediate_size);
-        let Heads { query, key_value, dim } = self.heads();
-        let Parts { qkv_bias, output_bias, mlp_bias, qk_norm, norms, .. } = self.parts;
+        let Parts { mlp_bias, norms, .. } = self.parts;
         let named = |name: &str, parameter: &str| format!("model.layers.{layer}.{name}.{parameter}");
-        let attention = [
-            ("self_attn.q_proj", query * dim, hidden, qkv_bias),
-            ("self_attn.k_proj", key_value * dim, hidden, qkv_bias),
-            ("self_attn.v_proj", key_value * dim, hidden, qkv_bias),
-            ("self_attn.o_proj", hidden, query * dim, output_bias),
-        ];
+        let mut tensors = match self.parts.mixer(layer) {
+            MixerKind::Attention => self.of_attention(&named),
+            MixerKind::ShortConv { taps } => {
+                let inputs = ["b_proj", "c_proj", "x_proj"];
+                let linear = inputs.into_iter().chain(["out_proj"]);
+                let linear =
+                    linear.map(|name| (named(&format!("conv.{name}"), "weight"), vec![hidden, hidden]));
+                linear.chain([(named("conv.conv", "weight"), vec![hidden, 1, taps])]).collect()
+            }
+        };
         let dense = [
             ("mlp.gate_proj", inner, hidden, mlp_bias),
             ("mlp.up_proj", inner, hidden, mlp_bias),
             ("mlp.down_proj", hidden, inner, mlp_bias),
         ];
         let experts = self.parts.experts(layer);
-        let dense = dense.into_iter().filter(|_| experts.is_none());
-        let mut tensors = Vec::new();
-        for (name, rows, columns, has_bias) in attention.into_iter().chain(dense) {
-            tensors.push((named(name, "weight"), vec![rows, columns]));
-            tensors.extend(has_bias.then(|| (named(name, "bias"), vec![rows])));
+        if experts.is_none() {
+            tensors.extend(linear_tensors(&dense, &named));
         }
         if let Some(Experts { count, hidden: inner, .. }) = experts {
             tensors.push((named(ROUTER, "weight"), vec![*count, hidden]));
@@ -65,6 +66,21 @@ impl Config {
             );
         }
         tensors.extend(norms.names().into_iter().flatten().map(|name| (named(name, "weight"), vec![hidden])));
+        tensors
+    }
+
+    /// Those of attention.
+    fn of_attention(&self, named: &dyn Fn(&str, &str) -> String) -> Vec<Tensor> {
+        let hidden = self.hidden_size;
+        let Heads { query, key_value, dim } = self.heads();
+        let Parts { qkv_bias, output_bias, qk_norm, .. } = self.parts;
+        let attention = [
+            ("self_attn.q_proj", query * dim, hidden, qkv_bias),
+            ("self_attn.k_proj", key_value * dim, hidden, qkv_bias),
+            ("self_attn.v_proj", key_value * dim, hidden, qkv_bias),
+            ("self_attn.o_proj", hidden, query * dim, output_bias),
+        ];
+        let mut tensors = linear_tensors(&attention, named);
         let heads = match qk_norm {
             QkNorm::None => None,
             QkNorm::Head => Some([dim, dim]),
@@ -89,7 +105,19 @@ impl Config {
             let gate = ["gate", "up"].map(|part| (name(&format!("mlp.{part}_proj")), self.intermediate_size));
             [(name("self_attn.qkv_proj"), attention.to_vec()), (name("mlp.gate_up_proj"), gate.to_vec())]
         };
-        (0..layers).flat_map(of_layer).collect()
+        let of_mixer = |(layer, mixer): (usize, &MixerKind)| {
+            let name = |name: &str| format!("model.layers.{layer}.{name}.weight");
+            match mixer {
+                MixerKind::Attention => Vec::new(),
+                MixerKind::ShortConv { .. } => {
+                    let parts =
+                        ["b", "c", "x"].map(|part| (name(&format!("conv.{part}_proj")), self.hidden_size));
+                    vec![(name("conv.in_proj"), parts.to_vec())]
+                }
+            }
+        };
+        let mixers = self.parts.mixers.iter().enumerate().flat_map(of_mixer);
+        (0..layers).flat_map(of_layer).chain(mixers).collect()
     }
 
     /// The parts of a stacked tensor of experts as files have them, each expert by itself; `None` for other tensors.
@@ -108,8 +136,29 @@ impl Config {
         let router = format!(".{ROUTER}.weight");
         match (name.strip_suffix(&router), &self.parts.experts) {
             (Some(layer), Some(experts)) => format!("{layer}.{}.weight", experts.names.router),
-            _ => name.to_owned(),
+            _ => self.renamed(name, |(own, stored)| (own, stored)),
         }
+    }
+
+    /// The name that layers have for a tensor of a file, if it is there by itself.
+    pub fn name_in_memory(&self, name: &str) -> String {
+        self.renamed(name, |(own, stored)| (stored, own))
+    }
+
+    /// The name of a tensor whose module gets the second name of a pair in the place of the first one.
+    fn renamed(
+        &self,
+        name: &str,
+        pair: fn((&'static str, &'static str)) -> (&'static str, &'static str),
+    ) -> String {
+        let found = name.rsplit_once('.').and_then(|(module, parameter)| {
+            let mut names = self.parts.names.iter().map(|&names| pair(names));
+            names.find_map(|(from, to)| {
+                let before = module.strip_suffix(from)?;
+                (before.is_empty() || before.ends_with('.')).then(|| format!("{before}{to}.{parameter}"))
+            })
+        });
+        found.unwrap_or_else(|| name.to_owned())
     }
 
     /// The name and shape of every tensor, as the files of transformers have them.
@@ -123,9 +172,13 @@ impl Config {
         }
         for (name, parts) in self.fused() {
             let is_part = |tensor: &Tensor| parts.iter().any(|(part, _)| *part == tensor.0);
-            let columns = tensors.iter().find(|tensor| is_part(tensor)).map_or(0, |(_, shape)| shape[1]);
+            let found = tensors.iter().find(|tensor| is_part(tensor));
+            let mut shape = found.map_or_else(Vec::new, |(_, shape)| shape.clone());
+            if let Some(rows) = shape.first_mut() {
+                *rows = parts.iter().map(|(_, rows)| rows).sum();
+            }
             tensors.retain(|tensor| !is_part(tensor));
-            tensors.push((name, vec![parts.iter().map(|(_, rows)| rows).sum(), columns]));
+            tensors.push((name, shape));
         }
         tensors
     }
@@ -148,4 +201,16 @@ impl Config {
             _ => all,
         }
     }
+}
+
+/// The weights and biases of linear layers: the name of each, its rows and columns, and whether it has a bias.
+fn linear_tensors(
+    layers: &[(&str, usize, usize, bool)],
+    named: &dyn Fn(&str, &str) -> String,
+) -> Vec<Tensor> {
+    let of_layer = |&(name, rows, columns, has_bias): &(&str, usize, usize, bool)| {
+        let weight = (named(name, "weight"), vec![rows, columns]);
+        [weight].into_iter().chain(has_bias.then(|| (named(name, "bias"), vec![rows])))
+    };
+    layers.iter().flat_map(of_layer).collect()
 }

@@ -24,7 +24,7 @@ use super::config::unknown::UnknownFields;
 type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and which elements of a head are turned together.
-const ARCHITECTURES: [(&str, &str, RopePairs); 10] = [
+const ARCHITECTURES: [(&str, &str, RopePairs); 11] = [
     // The rows of queries and keys are permuted so that neighbors are turned together.
     ("llama", "llama", RopePairs::Neighbors),
     ("smollm3", "smollm3", RopePairs::Neighbors),
@@ -36,10 +36,11 @@ const ARCHITECTURES: [(&str, &str, RopePairs); 10] = [
     ("gemma3", "gemma3_text", RopePairs::Halves),
     ("phi3", "phi3", RopePairs::Halves),
     ("olmo2", "olmo2", RopePairs::Halves),
+    ("lfm2", "lfm2", RopePairs::Halves),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 25] = [
+const FIELDS: [(&str, Option<&str>); 26] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -65,17 +66,20 @@ const FIELDS: [(&str, Option<&str>); 25] = [
     ("expert_used_count", Some("num_experts_per_tok")),
     ("expert_feed_forward_length", Some("moe_intermediate_size")),
     ("expert_weights_norm", Some("norm_topk_prob")),
+    ("shortconv.l_cache", Some("conv_L_cache")),
 ];
 
 /// The names of tensors outside of layers.
-const TENSORS: [(&str, &str); 3] = [
+const TENSORS: [(&str, &str); 4] = [
     ("token_embd.weight", "model.embed_tokens.weight"),
     ("output_norm.weight", "model.norm.weight"),
+    // The last norm of LFM2.
+    ("token_embd_norm.weight", "model.norm.weight"),
     ("output.weight", "lm_head.weight"),
 ];
 
 /// The names of modules of layers.
-const MODULES: [(&str, &str); 18] = [
+const MODULES: [(&str, &str); 21] = [
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
@@ -91,10 +95,16 @@ const MODULES: [(&str, &str); 18] = [
     ("ffn_gate_exps", EXPERTS[0]),
     ("ffn_up_exps", EXPERTS[1]),
     ("ffn_down_exps", EXPERTS[2]),
+    ("shortconv.in_proj", "conv.in_proj"),
+    ("shortconv.conv", CONV),
+    ("shortconv.out_proj", "conv.out_proj"),
     ("post_attention_norm", "post_attention_layernorm"),
     ("post_ffw_norm", "post_feedforward_layernorm"),
     ("ffn_norm", "post_attention_layernorm"),
 ];
+
+/// The taps of a short convolution, which files have without the dim of inputs of a channel.
+const CONV: &str = "conv.conv";
 
 /// Opens a file: the config, without what the keys `ignored` say, and the weights by the names of the Hub. Where it `has_values`, the config has those of small tensors too.
 ///
@@ -112,7 +122,13 @@ pub(super) fn open(path: &Path, ignored: &[String], has_values: bool) -> Result<
         .and_then(|kind| kind.to_string().ok())
         .cloned()
         .unwrap_or_default();
-    let weights = weights.rename(|name| renamed(name, &kind))?;
+    let mut weights = weights.rename(|name| renamed(name, &kind))?;
+    let taps = |name: &&str| name.ends_with(&format!(".{CONV}.weight"));
+    for name in weights.names().filter(taps).map(str::to_owned).collect::<Vec<_>>() {
+        if weights.shape(&name)?.len() == 2 {
+            weights = weights.unsqueeze(&name, 1)?;
+        }
+    }
     // A stage with the output layer reads the table by itself.
     let weights =
         if has_head { weights } else { weights.alias("model.embed_tokens.weight", "lm_head.weight")? };
@@ -178,6 +194,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     fields.extend(
         metadata.get("tokenizer.ggml.bos_token_id").and_then(plain).map(|id| ("bos_token_id".into(), id)),
     );
+    if kind == "lfm2" {
+        lfm2(&mut fields)?;
+    }
     if kind.starts_with("gemma") {
         gemma(kind, &mut fields, &number)?;
     }
@@ -220,12 +239,32 @@ fn gemma(kind: &str, fields: &mut Map<String, Value>, number: &dyn Fn(&str) -> O
     Ok(())
 }
 
+/// What files of LFM2 say of layers: those without key heads are convolutions. The width of feed-forward layers is what it is.
+fn lfm2(fields: &mut Map<String, Value>) -> Result<()> {
+    fields.insert("block_auto_adjust_ff_dim".into(), json!(false));
+    let heads = fields.get("num_key_value_heads").cloned().unwrap_or_default();
+    let Value::Array(heads) = heads else { return Ok(()) };
+    let mut others = heads.iter().filter(|count| **count != json!(0));
+    let count = others.next().cloned().unwrap_or(json!(1));
+    ensure!(
+        others.all(|other| *other == count),
+        "lfm2.attention.head_count_kv has unlike numbers of key heads, which is not supported"
+    );
+    fields.insert("num_key_value_heads".into(), count);
+    let kind = |count: &Value| if *count == json!(0) { "conv" } else { "full_attention" };
+    fields.insert("layer_types".into(), heads.iter().map(kind).collect());
+    Ok(())
+}
+
 /// The name that a tensor has on the Hub, or its own if there is none.
 pub(crate) fn renamed(name: &str, kind: &str) -> String {
     if let Some((_, hub)) = TENSORS.iter().find(|(gguf, _)| *gguf == name) {
         return (*hub).to_owned();
     }
     let parts: Vec<&str> = name.split('.').collect();
+    if let &["blk", layer, "shortconv", module, "weight"] = &parts[..] {
+        return format!("model.layers.{layer}.conv.{module}.weight");
+    }
     if let &["blk", layer, module, expert, "weight"] = &parts[..] {
         return experts::renamed(layer, module, expert).unwrap_or_else(|| name.to_owned());
     }

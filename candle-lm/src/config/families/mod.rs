@@ -1,6 +1,7 @@
 //! The families of decoders: the fields of each, what absent fields mean, and the parts that follow.
 
 mod gemma;
+mod lfm2;
 mod llama;
 mod qwen;
 
@@ -9,6 +10,7 @@ use anyhow::{Result, ensure};
 use super::fields::FieldRule::{self, Used};
 use super::fields::Fields;
 use super::parts::Parts;
+pub(in crate::config) use lfm2::plain;
 
 /// A kind of model, by the name that `model_type` has for it.
 pub(in crate::config) struct Family {
@@ -54,7 +56,7 @@ const PLAIN: FamilyDefaults = FamilyDefaults { tied: false, head_dim: None, rope
 
 /// All families.
 pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
-    [&llama::FAMILIES[..], &qwen::FAMILIES, &gemma::FAMILIES].into_iter().flatten()
+    [&llama::FAMILIES[..], &qwen::FAMILIES, &gemma::FAMILIES, &lfm2::FAMILIES].into_iter().flatten()
 }
 
 /// Biases as the fields say.

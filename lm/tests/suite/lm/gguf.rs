@@ -16,7 +16,7 @@ use crate::lm::families::{Families, Family, families, greedy, logits, stored};
 use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
-const MODULES: [(&str, &str); 20] = [
+const MODULES: [(&str, &str); 23] = [
     ("token_embd", "model.embed_tokens"),
     ("output_norm", "model.norm"),
     ("output", "lm_head"),
@@ -37,6 +37,9 @@ const MODULES: [(&str, &str); 20] = [
     ("ffn_up_exps", "mlp.experts.up_proj"),
     ("ffn_down_exps", "mlp.experts.down_proj"),
     ("post_ffw_norm", "post_feedforward_layernorm"),
+    ("shortconv.in_proj", "conv.in_proj"),
+    ("shortconv.conv", "conv.conv"),
+    ("shortconv.out_proj", "conv.out_proj"),
 ];
 
 fn named(name: &str, has_four: bool, kind: &str) -> String {
@@ -44,6 +47,7 @@ fn named(name: &str, has_four: bool, kind: &str) -> String {
     let layer = module.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
     let inner = layer.map_or(module, |(_, inner)| inner);
     let gguf = match inner {
+        "model.norm" if kind == "lfm2" => "token_embd_norm",
         "pre_feedforward_layernorm" => "ffn_norm",
         "post_attention_layernorm" if has_four || kind == "olmo2" => "post_attention_norm",
         "post_attention_layernorm" => "ffn_norm",
@@ -91,6 +95,7 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
     for (name, tensor) in converted(&config) {
         let tensor = match &name {
             name if is_gemma && name.contains("norm") => (tensor + 1.0).unwrap(),
+            name if name.contains("conv.conv") => tensor.squeeze(1).unwrap(),
             name if is_permuted && name.contains("q_proj") => permuted(&tensor, heads.query),
             name if is_permuted && name.contains("k_proj") => permuted(&tensor, heads.key_value),
             _ => tensor,
@@ -107,7 +112,7 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
     let mut metadata = vec![
         ("block_count", size("num_hidden_layers")),
         ("embedding_length", size("hidden_size")),
-        ("feed_forward_length", size("intermediate_size")),
+        ("feed_forward_length", Stored::U32(config.intermediate_size as u32)),
         ("context_length", size("max_position_embeddings")),
         ("attention.head_count", size("num_attention_heads")),
         ("attention.head_count_kv", size("num_key_value_heads")),
@@ -126,6 +131,13 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
             // Without the key all readers divide by the sum.
             metadata.extend((!experts.normalize).then_some(("expert_weights_norm", Stored::Bool(false))));
         }
+    }
+    if kind == "lfm2" {
+        metadata.push(("shortconv.l_cache", size("conv_L_cache")));
+        let heads = |kind: &Value| Stored::I32(if kind == "conv" { 0 } else { 2 });
+        let heads = fields["layer_types"].as_array().unwrap().iter().map(heads).collect();
+        metadata.retain(|(key, _)| *key != "attention.head_count_kv");
+        metadata.push(("attention.head_count_kv", Stored::Array(heads)));
     }
     if is_gemma {
         metadata.push(("attention.sliding_window", size("sliding_window")));

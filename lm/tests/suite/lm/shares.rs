@@ -75,7 +75,7 @@ fn models_in_unlike_shares_write_the_text_of_one_rank() {
     for family in families()
         .models
         .iter()
-        .filter(|family| ["olmo2", "gemma3", "phi3", "mixtral", "qwen3 moe"].contains(&&*family.case))
+        .filter(|family| ["olmo2", "gemma3", "phi3", "mixtral", "qwen3 moe", "lfm2"].contains(&&*family.case))
     {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &family.config);

@@ -1,0 +1,77 @@
+//! What mixes the tokens of a text in each layer: attention, or a layer that keeps a state.
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use super::Config;
+use super::fields::{Fields, shortened};
+
+/// What mixes the tokens of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MixerKind {
+    /// Attention, which keeps keys and values of tokens.
+    Attention,
+    /// A gated short convolution, whose state is the last inputs.
+    ShortConv {
+        /// The inputs that a token sees, its own included.
+        taps: usize,
+    },
+}
+
+impl MixerKind {
+    /// Whether it keeps a state of a text in the place of keys and values of its tokens.
+    pub fn is_recurrent(self) -> bool {
+        self != Self::Attention
+    }
+
+    /// The numbers of the state of a text in 32 bits, in a model of this width.
+    pub fn state_size(self, hidden: usize) -> usize {
+        match self {
+            Self::Attention => 0,
+            Self::ShortConv { taps } => hidden.saturating_mul(taps.saturating_sub(1)),
+        }
+    }
+}
+
+impl Config {
+    /// Whether some layers keep a state of a text.
+    pub fn is_recurrent(&self) -> bool {
+        self.parts.mixers.iter().any(|mixer| mixer.is_recurrent())
+    }
+
+    /// The bytes of the states of a text in all layers.
+    pub fn state_bytes(&self) -> usize {
+        let of_layer = |mixer: &MixerKind| mixer.state_size(self.hidden_size).saturating_mul(4);
+        self.parts.mixers.iter().map(of_layer).fold(0, usize::saturating_add)
+    }
+
+    /// Why the tokens of a text cannot be distributed over `cp` ranks, if they cannot.
+    pub fn refusal_of_token_ranks(&self, cp: usize) -> Option<String> {
+        let layer = self.parts.mixers.iter().position(|mixer| mixer.is_recurrent()).filter(|_| cp > 1)?;
+        Some(format!(
+            "--cp {cp}: layer {layer} of a model of the family {} keeps a state of the whole text, and each rank would have some of its \
+             tokens: leave --cp out, and give the ranks to --tp, --pp or --dp",
+            self.family
+        ))
+    }
+}
+
+impl Fields {
+    /// Reads what mixes the tokens of each layer from `layer_types`, by the names that `known` has.
+    ///
+    /// # Errors
+    /// If a name is not known, or there are not as many as layers.
+    pub(super) fn mixers(
+        &self,
+        layers: usize,
+        known: &[(&str, MixerKind)],
+    ) -> Result<Option<Vec<MixerKind>>> {
+        let Some(list) = self.get("layer_types") else { return Ok(None) };
+        let one = |value: &Value| known.iter().find(|(name, _)| value == name).map(|(_, mixer)| *mixer);
+        let mixers: Option<Vec<MixerKind>> = list.as_array().and_then(|list| list.iter().map(one).collect());
+        let names: Vec<&str> = known.iter().map(|(name, _)| *name).collect();
+        let said =
+            || format!("layer_types is {}; expected {} for each layer", shortened(list), names.join(" or "));
+        mixers.filter(|mixers| mixers.len() == layers).map(Some).with_context(said)
+    }
+}
