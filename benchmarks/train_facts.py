@@ -48,6 +48,11 @@ def parts(name, grad, config):
     if name.endswith("conv.in_proj.weight"):
         for part, rows in zip("bcx", grad.chunk(3)):
             yield name.replace("in_proj", f"{part}_proj"), rows
+    elif name.endswith(("linear_attn.in_proj_qkv.weight", "linear_attn.conv1d.weight")):
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        stem = name.removesuffix(".weight").removesuffix("_qkv")
+        for part, rows in zip("qkv", grad.split([keys, keys, grad.shape[0] - 2 * keys])):
+            yield f"{stem}_{part}.weight", rows
     elif name.endswith("qkv_proj.weight"):
         dim = config.hidden_size // config.num_attention_heads
         rows = [heads * dim for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]

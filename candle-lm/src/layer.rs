@@ -11,6 +11,7 @@ use crate::balance::DecoderRouter;
 use crate::cache::LayerTokens;
 use crate::config::Config;
 use crate::config::mixers::MixerKind;
+use crate::delta_net::DeltaNet;
 use crate::feed_forward::FeedForward;
 use crate::norm::Norm;
 use crate::rope::Angles;
@@ -21,6 +22,7 @@ use crate::short_conv::ShortConv;
 enum Mixer {
     Attention(Box<SelfAttention>),
     ShortConv(Box<ShortConv>),
+    DeltaNet(Box<DeltaNet>),
 }
 
 impl Mixer {
@@ -34,6 +36,9 @@ impl Mixer {
             MixerKind::Attention => {
                 Self::Attention(Box::new(SelfAttention::new(config, layer, &vb.pp("self_attn"))?))
             }
+            MixerKind::DeltaNet(heads) => {
+                Self::DeltaNet(Box::new(DeltaNet::new(config, heads, &vb.pp("linear_attn"))?))
+            }
             MixerKind::ShortConv { taps } => {
                 Self::ShortConv(Box::new(ShortConv::new(config, taps, &vb.pp("conv"))?))
             }
@@ -45,6 +50,7 @@ impl Mixer {
         match self {
             Self::Attention(attention) => attention.forward(x, angles, turns),
             Self::ShortConv(conv) => conv.forward(x, angles.documents(), turns),
+            Self::DeltaNet(delta) => delta.forward(x, angles.documents(), turns),
         }
     }
 }

@@ -11,6 +11,7 @@ pub mod chat;
 pub mod config;
 pub mod cut;
 pub mod declare;
+mod delta_net;
 pub mod dtype;
 pub mod engine;
 mod error;

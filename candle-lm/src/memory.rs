@@ -11,6 +11,7 @@ use crate::config::Config;
 use crate::config::tensors::EXPERTS;
 use crate::engine::ModelOptions;
 use crate::files::Files;
+use crate::projection::with_gates;
 
 /// Returns the bytes of the keys, values and states of `texts` texts with room for `room` tokens each, on all `tp` ranks together
 /// that share a layer.
@@ -39,6 +40,9 @@ pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp
     let keys = [tokens, heads, dim, 2, dtype.size_in_bytes()].into_iter().fold(1, usize::saturating_mul);
     keys.saturating_add(config.state_bytes()).saturating_mul(texts)
 }
+
+/// Vectors that are cut with value heads.
+const OF_VALUE_HEADS: [&str; 2] = [".A_log", ".dt_bias"];
 
 /// The projections whose outputs are cut.
 const CUT: [&str; 5] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
@@ -72,7 +76,12 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
             3 => 1,
             _ if module == "router" => tp,
             _ if shares_keys && ["k_proj", "v_proj"].contains(&module) => tp,
-            0 | 1 if !(name.ends_with(".bias") && CUT.contains(&module)) => tp,
+            0 | 1
+                if !(name.ends_with(".bias") && CUT.contains(&module)
+                    || OF_VALUE_HEADS.iter().any(|end| name.ends_with(end))) =>
+            {
+                tp
+            }
             // The first stage looks tokens up in the table, and the last one computes logits with it.
             _ if pp > 1 && config.tie_word_embeddings && module == "embed_tokens" => 2,
             _ => 1,
@@ -109,9 +118,11 @@ fn held_blocks(files: &Files, held: &ModelOptions, tp: usize, name: &str) -> Res
         ("router", ..) => false,
         ("q_proj" | "k_proj" | "v_proj", Some(names), _) => all(names)?,
         ("o_proj", Some(names), _) => {
-            let heads = files.config.heads();
+            let is_gated = files.config.parts.gated_attention;
             let granule = if all(names)? { own.block_size() } else { 1 };
-            (heads.together(tp, granule) * heads.dim).is_multiple_of(own.block_size())
+            let (heads, granule) = with_gates(files.config.heads(), is_gated, granule);
+            let columns = heads.together(tp, granule) * heads.dim / if is_gated { 2 } else { 1 };
+            columns.is_multiple_of(own.block_size())
         }
         _ => true,
     };

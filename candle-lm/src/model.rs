@@ -11,7 +11,7 @@ use candle_shard::{
 use crate::TOKEN_AXIS;
 use crate::cache::{self, Cache};
 use crate::config::Config;
-use crate::config::mixers::MixerKind;
+use crate::config::mixers::{DeltaHeads, MixerKind};
 use crate::layer::DecoderLayer;
 use crate::norm::Norm;
 use crate::projection::{Projection, TokenTable};
@@ -41,20 +41,36 @@ enum WeightCut {
     Joined,
 }
 
-/// The modules that are cut.
-const PLAN: [(&str, WeightCut); 11] = [
+/// The modules that are cut outside of layers, and the feed-forward layers.
+const PLAN: [(&str, WeightCut); 5] = [
     ("model.embed_tokens", WeightCut::Rows),
-    ("model.layers.*.self_attn", WeightCut::Columns),
-    ("model.layers.*.self_attn.o_proj", WeightCut::Rows),
-    ("model.layers.*.conv.b_proj", WeightCut::Columns),
-    ("model.layers.*.conv.c_proj", WeightCut::Columns),
-    ("model.layers.*.conv.x_proj", WeightCut::Columns),
-    ("model.layers.*.conv.out_proj", WeightCut::Rows),
     ("model.layers.*.mlp.gate_proj", WeightCut::Columns),
     ("model.layers.*.mlp.up_proj", WeightCut::Columns),
     ("model.layers.*.mlp.down_proj", WeightCut::Rows),
     ("lm_head", WeightCut::Joined),
 ];
+
+/// The modules of a mixer that are cut: its inputs by columns, and its output by rows.
+fn cut_modules(mixer: MixerKind) -> (&'static [&'static str], &'static str) {
+    match mixer {
+        MixerKind::Attention => (&["self_attn"], "self_attn.o_proj"),
+        MixerKind::ShortConv { .. } => (&["conv.b_proj", "conv.c_proj", "conv.x_proj"], "conv.out_proj"),
+        MixerKind::DeltaNet(DeltaHeads { by_key_head: true, .. }) => {
+            (&["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"], "linear_attn.out_proj")
+        }
+        MixerKind::DeltaNet(_) => (
+            &[
+                "linear_attn.in_proj_q",
+                "linear_attn.in_proj_k",
+                "linear_attn.in_proj_v",
+                "linear_attn.in_proj_z",
+                "linear_attn.in_proj_b",
+                "linear_attn.in_proj_a",
+            ],
+            "linear_attn.out_proj",
+        ),
+    }
+}
 
 impl Decoder {
     /// The model at the builder's path, for sequences of up to `longest` tokens, with the parameters that the Hub's
@@ -79,23 +95,25 @@ impl Decoder {
     /// How a model is cut on the mesh axis `axis`: heads, channels and feed-forward columns, tables by tokens. [Experts](candle_shard::nn::MoE) have axes
     /// of their own.
     pub fn plan(config: &Config, axis: &str) -> Plan {
-        let has = |wanted: fn(MixerKind) -> bool| {
-            (0..config.num_hidden_layers).any(|layer| wanted(config.parts.mixer(layer)))
-        };
-        let is_there = |module: &str| match () {
-            () if module.contains(".mlp.") => config.has_dense_layers(),
-            () if module.contains(".self_attn") => has(|mixer| mixer == MixerKind::Attention),
-            () if module.contains(".conv.") => has(|mixer| matches!(mixer, MixerKind::ShortConv { .. })),
-            () => true,
-        };
-        PLAN.into_iter().filter(|(module, _)| is_there(module)).fold(
-            Plan::new(axis),
-            |plan, (module, cut)| match cut {
-                WeightCut::Columns => plan.with(module, ColwiseParallel::default()),
-                WeightCut::Rows => plan.with(module, RowwiseParallel::default().output(Replicate)),
-                WeightCut::Joined => plan.with(module, ColwiseParallel::default().output(Replicate)),
-            },
-        )
+        let is_there = |module: &str| !module.contains(".mlp.") || config.has_dense_layers();
+        let others = PLAN.into_iter().filter(|(module, _)| is_there(module));
+        let mut cuts: Vec<(String, WeightCut)> =
+            others.map(|(module, cut)| (module.to_owned(), cut)).collect();
+        let mut mixers: Vec<MixerKind> = Vec::new();
+        for mixer in (0..config.num_hidden_layers).map(|layer| config.parts.mixer(layer)) {
+            if !mixers.contains(&mixer) {
+                let (columns, rows) = cut_modules(mixer);
+                let pattern = |module: &str| format!("model.layers.*.{module}");
+                cuts.extend(columns.iter().map(|module| (pattern(module), WeightCut::Columns)));
+                cuts.push((pattern(rows), WeightCut::Rows));
+                mixers.push(mixer);
+            }
+        }
+        cuts.iter().fold(Plan::new(axis), |plan, (module, cut)| match cut {
+            WeightCut::Columns => plan.with(module, ColwiseParallel::default()),
+            WeightCut::Rows => plan.with(module, RowwiseParallel::default().output(Replicate)),
+            WeightCut::Joined => plan.with(module, ColwiseParallel::default().output(Replicate)),
+        })
     }
 
     /// The same [plan](Self::plan) for training, in which no rank has the logits of the whole vocabulary.

@@ -16,6 +16,44 @@ pub enum MixerKind {
         /// The inputs that a token sees, its own included.
         taps: usize,
     },
+    /// The gated delta rule, whose state is a matrix for each value head and the last inputs of convolutions.
+    DeltaNet(DeltaHeads),
+}
+
+/// The heads of a layer with the gated delta rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaHeads {
+    /// Key heads, and query heads.
+    pub key: usize,
+    /// Value heads. Each key head serves as many, one behind another.
+    pub value: usize,
+    /// The width of a key.
+    pub key_dim: usize,
+    /// The width of a value.
+    pub value_dim: usize,
+    /// The inputs that a token sees of each channel, its own included.
+    pub taps: usize,
+    /// Whether files have the rows of all projections of a key head together.
+    pub by_key_head: bool,
+}
+
+impl DeltaHeads {
+    /// The value heads of a key head.
+    pub fn values(self) -> usize {
+        self.value / self.key.max(1)
+    }
+
+    /// The channels of all queries, which are those of all keys, and of all values.
+    pub fn channels(self) -> [usize; 2] {
+        [self.key * self.key_dim, self.value * self.value_dim]
+    }
+
+    /// How many key heads stay together on a rank, so that the columns of their values are a multiple of `granule`, if that is possible.
+    pub fn together(self, granule: usize) -> usize {
+        let width = self.values() * self.value_dim;
+        let fits = |heads: &usize| self.key.is_multiple_of(*heads) && (heads * width).is_multiple_of(granule);
+        (1..=self.key).find(fits).unwrap_or(1)
+    }
 }
 
 impl MixerKind {
@@ -29,6 +67,12 @@ impl MixerKind {
         match self {
             Self::Attention => 0,
             Self::ShortConv { taps } => hidden.saturating_mul(taps.saturating_sub(1)),
+            Self::DeltaNet(heads) => {
+                let [keys, values] = heads.channels();
+                (2 * keys + values)
+                    .saturating_mul(heads.taps.saturating_sub(1))
+                    .saturating_add(keys.saturating_mul(values / heads.key.max(1)))
+            }
         }
     }
 }

@@ -50,6 +50,8 @@ pub struct Parts {
     pub fused: bool,
     /// The experts that replace the feed-forward networks of some layers.
     pub experts: Option<Experts>,
+    /// Whether each query head has a gate of the output of attention, in the rows behind its own.
+    pub gated_attention: bool,
     /// What mixes the tokens of each layer; attention in all without a list.
     pub mixers: Vec<MixerKind>,
     /// What files call modules, where layers have other names for them.
@@ -124,6 +126,7 @@ impl Default for Parts {
             logits_divisor: 1.0,
             fused: false,
             experts: None,
+            gated_attention: false,
             mixers: Vec::new(),
             names: &[],
         }

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
-use super::fields::{Fields, positive, shortened};
+use super::fields::{FieldRule, Fields, positive, shortened};
 use super::scaling::RopeScaling;
 
 /// The base of the wavelengths, and how they are stretched.
@@ -102,7 +102,7 @@ pub(super) fn share(fields: &Fields) -> Result<f64> {
     let name = "partial_rotary_factor";
     let inside = forms(fields, "full_attention")?.into_iter().filter_map(|(_, form)| form.get(name));
     let said: Vec<&Value> = inside.chain(fields.get(name)).filter(|share| !share.is_null()).collect();
-    let Some(&first) = said.first() else { return Ok(1.0) };
+    let Some(&first) = said.first() else { return Ok(fields.family.absent.rotary_share) };
     if let Some(unlike) = said.iter().find(|share| share.as_f64() != first.as_f64()) {
         bail!("{name} is {first} and {unlike}; leave the right one");
     }
@@ -147,7 +147,8 @@ fn scaling(fields: &Fields, form: &Map<String, Value>) -> Result<Option<RopeScal
     })?;
     for (name, value) in form.iter().filter(|(_, value)| !value.is_null()) {
         ensure!(
-            own.iter().chain(*optional).chain(&COMMON).any(|known| known == name),
+            own.iter().chain(*optional).chain(&COMMON).any(|known| known == name)
+                || matches!(fields.family.rule(name), Some(FieldRule::Harmless)),
             "{name} ({}) is a field that is not known for rope_type {kind:?}",
             shortened(value)
         );

@@ -4,7 +4,7 @@ use candle_shard::nn::Heads;
 
 use super::Config;
 use super::experts::Experts;
-use super::mixers::MixerKind;
+use super::mixers::{DeltaHeads, MixerKind};
 use super::parts::{Parts, QkNorm};
 
 /// The name and shape of a tensor.
@@ -37,6 +37,7 @@ impl Config {
         let named = |name: &str, parameter: &str| format!("model.layers.{layer}.{name}.{parameter}");
         let mut tensors = match self.parts.mixer(layer) {
             MixerKind::Attention => self.of_attention(&named),
+            MixerKind::DeltaNet(heads) => self.of_delta(heads, layer, &named),
             MixerKind::ShortConv { taps } => {
                 let inputs = ["b_proj", "c_proj", "x_proj"];
                 let linear = inputs.into_iter().chain(["out_proj"]);
@@ -73,9 +74,10 @@ impl Config {
     fn of_attention(&self, named: &dyn Fn(&str, &str) -> String) -> Vec<Tensor> {
         let hidden = self.hidden_size;
         let Heads { query, key_value, dim } = self.heads();
-        let Parts { qkv_bias, output_bias, qk_norm, .. } = self.parts;
+        let Parts { qkv_bias, output_bias, qk_norm, gated_attention, .. } = self.parts;
+        let queries = if gated_attention { 2 * query } else { query };
         let attention = [
-            ("self_attn.q_proj", query * dim, hidden, qkv_bias),
+            ("self_attn.q_proj", queries * dim, hidden, qkv_bias),
             ("self_attn.k_proj", key_value * dim, hidden, qkv_bias),
             ("self_attn.v_proj", key_value * dim, hidden, qkv_bias),
             ("self_attn.o_proj", hidden, query * dim, output_bias),
@@ -90,6 +92,34 @@ impl Config {
             tensors.push((named("self_attn.q_norm", "weight"), vec![query]));
             tensors.push((named("self_attn.k_norm", "weight"), vec![key]));
         }
+        tensors
+    }
+
+    /// Those of a layer with the gated delta rule.
+    fn of_delta(&self, heads: DeltaHeads, layer: usize, named: &dyn Fn(&str, &str) -> String) -> Vec<Tensor> {
+        let (hidden, [keys, values]) = (self.hidden_size, heads.channels());
+        let inputs: &[(&str, usize)] = match heads.by_key_head {
+            true => &[("in_proj_qkvz", 2 * keys + 2 * values), ("in_proj_ba", 2 * heads.value)],
+            false => &[
+                ("in_proj_q", keys),
+                ("in_proj_k", keys),
+                ("in_proj_v", values),
+                ("in_proj_z", values),
+                ("in_proj_b", heads.value),
+                ("in_proj_a", heads.value),
+            ],
+        };
+        let of = |module: &str| named(&format!("linear_attn.{module}"), "weight");
+        let mut tensors: Vec<Tensor> =
+            inputs.iter().map(|(name, rows)| (of(name), vec![*rows, hidden])).collect();
+        tensors.push((of("out_proj"), vec![hidden, values]));
+        tensors.push((of("norm"), vec![heads.value_dim]));
+        let convs = [("conv1d_q", keys), ("conv1d_k", keys), ("conv1d_v", values)];
+        tensors.extend(convs.map(|(name, rows)| (of(name), vec![rows, 1, heads.taps])));
+        let of_heads = ["A_log", "dt_bias"];
+        tensors.extend(
+            of_heads.map(|name| (format!("model.layers.{layer}.linear_attn.{name}"), vec![heads.value])),
+        );
         tensors
     }
 
@@ -113,6 +143,18 @@ impl Config {
                     let parts =
                         ["b", "c", "x"].map(|part| (name(&format!("conv.{part}_proj")), self.hidden_size));
                     vec![(name("conv.in_proj"), parts.to_vec())]
+                }
+                MixerKind::DeltaNet(heads) => {
+                    let [keys, values] = heads.channels();
+                    let parts = |module: &str| {
+                        let part = |(part, rows): (&str, usize)| {
+                            (name(&format!("linear_attn.{module}_{part}")), rows)
+                        };
+                        [("q", keys), ("k", keys), ("v", values)].map(part).to_vec()
+                    };
+                    let convs = (name("linear_attn.conv1d"), parts("conv1d"));
+                    let inputs = (name("linear_attn.in_proj_qkv"), parts("in_proj"));
+                    if heads.by_key_head { vec![convs] } else { vec![inputs, convs] }
                 }
             }
         };

@@ -4,6 +4,7 @@ mod gemma;
 mod lfm2;
 mod llama;
 mod qwen;
+mod qwen3_5;
 
 use anyhow::{Result, ensure};
 
@@ -29,6 +30,8 @@ pub(in crate::config) struct FamilyDefaults {
     pub(in crate::config) tied: bool,
     pub(in crate::config) head_dim: Option<usize>,
     pub(in crate::config) rope_theta: f64,
+    /// The share of each head that is turned.
+    pub(in crate::config) rotary_share: f64,
 }
 
 impl Family {
@@ -52,11 +55,14 @@ impl Family {
     }
 }
 
-const PLAIN: FamilyDefaults = FamilyDefaults { tied: false, head_dim: None, rope_theta: 10_000.0 };
+const PLAIN: FamilyDefaults =
+    FamilyDefaults { tied: false, head_dim: None, rope_theta: 10_000.0, rotary_share: 1.0 };
 
 /// All families.
 pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
-    [&llama::FAMILIES[..], &qwen::FAMILIES, &gemma::FAMILIES, &lfm2::FAMILIES].into_iter().flatten()
+    [&llama::FAMILIES[..], &qwen::FAMILIES, &gemma::FAMILIES, &lfm2::FAMILIES, &qwen3_5::FAMILIES]
+        .into_iter()
+        .flatten()
 }
 
 /// Biases as the fields say.

@@ -263,6 +263,10 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         "smollm3",
         "mixtral with windows",
         "qwen3 moe with raw weights",
+        // Files of these are not read.
+        "qwen3.5",
+        "qwen3.5 with as many values",
+        "qwen3 next",
     ];
     let fits = |config: &mut Value| {
         config["intermediate_size"] = json!(64);

@@ -72,11 +72,10 @@ fn models_in_unlike_shares_write_the_text_of_one_rank() {
         random_model::write(folder.path(), &config, 7, DType::F32).unwrap();
         assert_alike(folder.path(), case);
     }
-    for family in families()
-        .models
-        .iter()
-        .filter(|family| ["olmo2", "gemma3", "phi3", "mixtral", "qwen3 moe", "lfm2"].contains(&&*family.case))
-    {
+    for family in families().models.iter().filter(|family| {
+        ["olmo2", "gemma3", "phi3", "mixtral", "qwen3 moe", "lfm2", "qwen3.5", "qwen3 next"]
+            .contains(&&*family.case)
+    }) {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &family.config);
         assert_alike(folder.path(), &family.case);
