@@ -205,6 +205,50 @@ CASES |= {
     "glm4 moe lite": ("Glm4MoeLite", dict(LATENTS, mlp_layer_types=["dense", "dense"], rms_norm_eps=1e-5)),
 }
 
+# Layers that keep a state of a text, beside attention.
+CASES |= {
+    "lfm2": (
+        "Lfm2",
+        dict(
+            num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], block_multiple_of=16,
+            rope_parameters=ROPE,
+        ),
+    ),
+    "lfm2 with more taps": (
+        "Lfm2",
+        dict(
+            layer_types=["full_attention", "conv"], conv_L_cache=5, block_auto_adjust_ff_dim=False, norm_eps=1e-3,
+            tie_word_embeddings=False, rope_parameters=ROPE,
+        ),
+    ),
+}
+# The first token reads what it has written, times a product of its query and key that may be near 0; the norm behind it divides by that,
+# so a small `rms_norm_eps` would make facts of rounding errors.
+DELTA = dict(
+    rms_norm_eps=1e-2,
+    head_dim=16, linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=8, linear_value_head_dim=12,
+    layer_types=["linear_attention", "full_attention"],
+    rope_parameters=dict(ROPE, partial_rotary_factor=0.25, mrope_section=[1, 1, 0], mrope_interleaved=True),
+)
+CASES |= {
+    "qwen3.5": ("Qwen3_5", dict(DELTA)),
+    "qwen3.5 with as many values": (
+        "Qwen3_5",
+        dict(
+            DELTA, linear_num_value_heads=3, linear_conv_kernel_dim=2, num_key_value_heads=1, attention_bias=True,
+            num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3 next": (
+        "Qwen3Next",
+        dict(
+            DELTA, mlp_only_layers=[0, 1], num_experts=4, num_experts_per_tok=2,
+            rope_parameters=dict(ROPE, partial_rotary_factor=0.5),
+        ),
+    ),
+}
+
 MODELS = {**CASES, **MIXTURES, **DENSE}
 
 ROPES_PATH = PATH.with_name("ropes.json")
@@ -261,7 +305,7 @@ ROPES = {
 
 
 def built(family, fields):
-    kind = "Gemma3Text" if family == "Gemma3" else family
+    kind = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text"}.get(family, family)
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **fields})
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -325,7 +369,8 @@ def fact(case, family, fields):
         ids = torch.tensor([PROMPT])
         logits = model(ids).logits[0]
         # `generate` hides the token that ends texts from the first ones.
-        written = greedy_without_cache(model, PROMPT) if case in MIXTURES else greedy(model, ids)
+        hides = case in MIXTURES or family.startswith("Qwen3_5")
+        written = greedy_without_cache(model, PROMPT) if hides else greedy(model, ids)
     rounded = [[float(f"{x:.7g}") for x in logits[at].tolist()] for at in (0, -1)]
     return dict(
         case=case, config=json.loads(config.to_json_string(use_diff=False)),

@@ -33,9 +33,29 @@ MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw 
 ROUTERS = ["mlp.gate.weight"]
 
 
+# What modules of LFM2 are called in memory.
+OF_LFM2 = {
+    "model.embedding_norm": "model.norm", "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "self_attn.out_proj": "self_attn.o_proj", "self_attn.q_layernorm": "self_attn.q_norm",
+    "self_attn.k_layernorm": "self_attn.k_norm", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+}
+
+
 def parts(name, grad, config):
     """Yields the name in memory and the gradient of each part of a parameter."""
-    if name.endswith("qkv_proj.weight"):
+    if config.model_type == "lfm2":
+        for module, known in OF_LFM2.items():
+            name = name.replace(f"{module}.weight", f"{known}.weight")
+    if name.endswith("conv.in_proj.weight"):
+        for part, rows in zip("bcx", grad.chunk(3)):
+            yield name.replace("in_proj", f"{part}_proj"), rows
+    elif name.endswith(("linear_attn.in_proj_qkv.weight", "linear_attn.conv1d.weight")):
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        stem = name.removesuffix(".weight").removesuffix("_qkv")
+        for part, rows in zip("qkv", grad.split([keys, keys, grad.shape[0] - 2 * keys])):
+            yield f"{stem}_{part}.weight", rows
+    elif name.endswith("qkv_proj.weight"):
         dim = config.hidden_size // config.num_attention_heads
         rows = [heads * dim for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
         for part, rows in zip("qkv", grad.split(rows)):

@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import llama_facts
-from lm_facts import DENSE, PROMPT, ROPE, SIZES, WINDOWS, greedy_without_cache
+from lm_facts import DELTA, DENSE, PROMPT, ROPE, SIZES, WINDOWS, greedy_without_cache
 
 PATH = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "lm" / "wrappers.json"
 IMAGES = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8)
@@ -56,6 +56,9 @@ CASES = {
         ),
         dict(head_dim=8, rope_parameters=dict(MROPE, mrope_interleaved=True)),
     ),
+}
+CASES |= {
+    "qwen3.5": ("Qwen3_5", dict(vision_config=dict(QWEN, num_position_embeddings=16), tie_word_embeddings=True, **TOKENS), DELTA),
 }
 
 CASES["mistral3 around ministral3"] = (

@@ -23,6 +23,8 @@ pub(crate) struct SelfAttention {
     scores_cap: Option<f64>,
     window: Option<usize>,
     is_rotary: bool,
+    /// Whether each query head is followed by its gate of the output.
+    is_gated: bool,
 }
 
 impl SelfAttention {
@@ -34,7 +36,7 @@ impl SelfAttention {
             let norm = |name: &str, width| Norm::new(width, config, &vb.pp(name));
             Ok::<_, candle_shard::Error>([norm(query, widths[0])?, norm(key, widths[1])?])
         };
-        let qkv = Qkv::new(hidden, heads, parts.qkv_bias, vb)?;
+        let qkv = Qkv::new(hidden, heads, parts.gated_attention, parts.qkv_bias, vb)?;
         Ok(Self {
             o_proj: Projection::new(qkv.width(), hidden, parts.output_bias, &vb.pp("o_proj"))?,
             qkv,
@@ -44,6 +46,7 @@ impl SelfAttention {
             scores_cap: parts.scores_cap,
             window: parts.window(layer),
             is_rotary: parts.is_rotary(layer),
+            is_gated: parts.gated_attention,
         })
     }
 
@@ -54,21 +57,26 @@ impl SelfAttention {
         angles: &Angles,
         turns: Option<Vec<LayerTokens<'_>>>,
     ) -> Result<DTensor> {
-        let [q, k, v] = self.qkv.forward(x)?;
+        let [mut q, mut k, mut v] = self.qkv.forward(x)?;
+        let gate = match self.is_gated {
+            true => Some(ungated([&mut q, &mut k, &mut v])?.transpose(1, 2)?.sigmoid()?),
+            false => None,
+        };
+        let gated = |mixed: DTensor| gate.as_ref().map_or(Ok(mixed.clone()), |gate| mixed.mul(gate));
         let Some(turns) = turns else {
             let [q, k] = self.placed([q, k], angles, &angles.rows_of(x.dims()[1]))?;
             let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
             let options = self.options().order(angles.order().cloned());
             let mixed = options.documents(angles.documents().cloned()).of(&q, &k, &v)?;
-            return self.o_proj.forward(&mixed.flatten_from(2)?);
+            return self.o_proj.forward(&gated(mixed)?.flatten_from(2)?);
         };
         let places: Vec<TokenPositions> = turns.iter().map(|turn| [turn.past.len(), turn.tokens]).collect();
         let [q, k] = self.placed([q, k], angles, &places)?;
-        let mixed = match cache::texts(turns) {
+        let mixed = match cache::texts(turns)? {
             Texts::Whole(texts) => self.options().of_texts([&q, &k, &v], texts)?,
             Texts::Cut(texts) => over_parts(&self.options(), [&q, &k, &v], texts, Ok)?,
         };
-        self.o_proj.forward(&mixed.flatten_from(2)?)
+        self.o_proj.forward(&gated(mixed)?.flatten_from(2)?)
     }
 
     /// Queries and keys behind their norms and rotary positions; the tokens are those of texts, one behind another.
@@ -124,4 +132,16 @@ pub(crate) fn over_parts(
         [one] => Ok(one.clone()),
         parts => DTensor::cat(parts, 1),
     }
+}
+
+/// Takes the gates `[batch, heads, tokens, dim]` from among the queries, each of which has one behind it. Keys and values that have a copy
+/// for each keep one for each query.
+fn ungated([q, k, v]: [&mut DTensor; 3]) -> Result<DTensor> {
+    let every_other = |x: &DTensor, first: usize| x.split_units(1, 2)?.narrow(2, first, 1)?.squeeze(2);
+    if k.dims()[1] == q.dims()[1] {
+        (*k, *v) = (every_other(k, 0)?, every_other(v, 0)?);
+    }
+    let gate = every_other(q, 1)?;
+    *q = every_other(q, 0)?;
+    Ok(gate)
 }

@@ -1,4 +1,5 @@
-//! Keys and values of the tokens so far, each rank those of its heads; or the latents that they are made of.
+//! What layers keep of the tokens so far, each rank that of its heads or channels: keys and values, the latents that they are made of, or a
+//! state.
 
 use candle_core::DType;
 use candle_dist::DeviceMesh;
@@ -11,7 +12,7 @@ use crate::step::SlotTokens;
 /// The dim of the tokens in keys and values `[batch, heads, tokens, dim]`.
 const TOKENS: usize = 2;
 
-/// The keys and values of every layer for one text, with room for a number of tokens.
+/// The keys and values, or the state, of every layer for one text, with room for a number of tokens.
 #[derive(Debug)]
 pub struct Cache {
     layers: Vec<LayerCache>,
@@ -21,7 +22,7 @@ pub struct Cache {
     dtype: Option<DType>,
 }
 
-/// The keys and values of one layer.
+/// What one layer keeps.
 #[derive(Debug)]
 enum LayerCache {
     /// Those of all tokens.
@@ -32,7 +33,12 @@ enum LayerCache {
     Latent(LatentCache),
     /// Those of all tokens, latents and what keys have in common too: each rank of a mesh axis has a part of them. The dtype is theirs, if it is not that of the model.
     Cut(Box<SequenceCache>, Option<DType>),
+    /// The state behind the last token.
+    State(LayerState),
 }
+
+/// What a recurrent layer keeps of a text: the inputs of up to three convolutions, and a matrix for each head. Each comes with the first token.
+pub(crate) type LayerState = [Option<DTensor>; 4];
 
 /// The keys and values that new tokens see in a cache of which each rank has some tokens.
 pub(crate) struct VisibleKv {
@@ -65,8 +71,10 @@ impl SequenceParts<'_> {
 }
 
 impl LayerCache {
-    fn new(config: &Config, layer: usize, room: usize) -> Self {
+    /// That of the layer of this number.
+    fn of(config: &Config, layer: usize, room: usize) -> Self {
         match config.parts.window(layer) {
+            _ if config.parts.mixer(layer).is_recurrent() => Self::State(LayerState::default()),
             _ if config.parts.latent.is_some() => Self::Latent(LatentCache::new(TOKENS, room)),
             Some(window) if window < room => Self::Window(RotatingKvCache::new(TOKENS, window)),
             _ => Self::All(KvCache::new(TOKENS, room)),
@@ -79,6 +87,8 @@ impl LayerCache {
             Self::Window(cache) => Self::Window(cache.with_dtype(dtype)),
             Self::Latent(cache) => Self::Latent(cache.with_dtype(dtype)),
             Self::Cut(cache, _) => Self::Cut(cache, Some(dtype)),
+            // States add up what they get, in 32 bits.
+            Self::State(state) => Self::State(state),
         }
     }
 
@@ -88,6 +98,7 @@ impl LayerCache {
             Self::Window(cache) => cache.reset(),
             Self::Latent(cache) => cache.reset(),
             Self::Cut(cache, _) => cache.reset(),
+            Self::State(state) => *state = LayerState::default(),
         }
     }
 }
@@ -123,8 +134,51 @@ pub(crate) enum Texts<'a> {
     Cut(Vec<CutTurn<'a>>),
 }
 
+/// The new tokens of a text, and the state behind those before them.
+pub(crate) struct TextState<'a> {
+    pub(crate) tokens: usize,
+    pub(crate) slots: &'a mut LayerState,
+}
+
+/// The states of the texts of a recurrent layer.
+///
+/// # Errors
+/// If the cache was made without them.
+pub(crate) fn states(turns: Vec<LayerTokens<'_>>) -> Result<Vec<TextState<'_>>> {
+    let of_text = |LayerTokens { tokens, past }| match past.kept {
+        LayerCache::State(slots) => Ok(TextState { tokens, slots }),
+        _ => {
+            Err(Error::Layout("a cache without states for a recurrent layer: make it with Cache::of".into()))
+        }
+    };
+    turns.into_iter().map(of_text).collect()
+}
+
+/// What `run` makes of inputs `[1, tokens, ..]`, text by text.
+pub(crate) fn of_each_text<const N: usize>(
+    inputs: [&DTensor; N],
+    texts: Vec<TextState<'_>>,
+    run: impl Fn([&DTensor; N], &mut TextState<'_>) -> Result<DTensor>,
+) -> Result<DTensor> {
+    let (mut start, is_one) = (0, texts.len() == 1);
+    let mut made = Vec::with_capacity(texts.len());
+    for mut text in texts {
+        if is_one {
+            return run(inputs, &mut text);
+        }
+        let parts = inputs.iter().map(|x| x.narrow(1, start, text.tokens)).collect::<Result<Vec<_>>>()?;
+        let parts: [&DTensor; N] = std::array::from_fn(|at| &parts[at]);
+        start += text.tokens;
+        made.push(run(parts, &mut text)?);
+    }
+    DTensor::cat(&made, 1)
+}
+
 /// Sorts the texts of a layer by the kind of its caches.
-pub(crate) fn texts(turns: Vec<LayerTokens<'_>>) -> Texts<'_> {
+///
+/// # Errors
+/// If the cache has states in their place.
+pub(crate) fn texts(turns: Vec<LayerTokens<'_>>) -> Result<Texts<'_>> {
     let (mut whole, mut cut) = (Vec::with_capacity(turns.len()), Vec::new());
     for LayerTokens { tokens, past } in turns {
         match past.kept {
@@ -134,9 +188,14 @@ pub(crate) fn texts(turns: Vec<LayerTokens<'_>>) -> Texts<'_> {
             LayerCache::Cut(cache, dtype) => {
                 cut.push(CutTurn { tokens, past: SequenceParts { cache, dtype: *dtype } });
             }
+            LayerCache::State(_) => {
+                return Err(Error::Layout(
+                    "a cache with states for attention: make it with Cache::of".into(),
+                ));
+            }
         }
     }
-    if cut.is_empty() { Texts::Whole(whole) } else { Texts::Cut(cut) }
+    Ok(if cut.is_empty() { Texts::Whole(whole) } else { Texts::Cut(cut) })
 }
 
 impl Cache {
@@ -147,23 +206,30 @@ impl Cache {
         Self { layers: (0..layers).map(all).collect(), room, len: 0, dtype: None }
     }
 
-    /// Creates a cache of `room` tokens for each layer of a model. A layer with a window keeps no more than its window.
+    /// Creates a cache of `room` tokens for each layer of a model. A layer with a window keeps no more than its window, and a recurrent
+    /// one a state.
     pub fn of(config: &Config, room: usize) -> Self {
-        let kept = |layer| LayerCache::new(config, layer, room);
+        let kept = |layer| LayerCache::of(config, layer, room);
         Self { layers: (0..config.num_hidden_layers).map(kept).collect(), room, len: 0, dtype: None }
     }
 
     /// Creates a cache for one layer.
     pub(crate) fn of_layer(config: &Config, layer: usize, room: usize) -> Self {
-        Self { layers: vec![LayerCache::new(config, layer, room)], room, len: 0, dtype: None }
+        Self { layers: vec![LayerCache::of(config, layer, room)], room, len: 0, dtype: None }
     }
 
     /// Gives each rank of a mesh axis a part of the tokens of all layers without windows. A layer with a window keeps
     /// few tokens, which all ranks have.
     ///
     /// # Errors
-    /// If the mesh has no such axis, or there is room for no token.
+    /// If the mesh has no such axis, there is room for no token, or a layer keeps a state of all tokens.
     pub fn over(mut self, mesh: &DeviceMesh, axis: &str) -> Result<Self> {
+        if let Some(layer) = self.layers.iter().position(|layer| matches!(layer, LayerCache::State(_))) {
+            return Err(Error::Layout(format!(
+                "layer {layer} keeps a state of the whole text, and ranks of the axis {axis:?} would have some of its tokens: leave the \
+                 axis out"
+            )));
+        }
         for layer in &mut self.layers {
             if matches!(layer, LayerCache::All(_) | LayerCache::Latent(_)) {
                 *layer = LayerCache::Cut(Box::new(SequenceCache::new(mesh, axis, self.room)?), self.dtype);

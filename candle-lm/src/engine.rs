@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup, RankContext};
 use candle_pipe::StageLayout;
@@ -146,6 +146,9 @@ impl Engine {
             "tokens on {} ranks and layers in {stages} stages: a stage keeps all tokens; use one stage, or one rank of tokens",
             held.cp
         );
+        if let Some(refusal) = config.refusal_of_token_ranks(held.cp) {
+            bail!(refusal);
+        }
         let sizes = held.axes(ranks / stages)?;
         let layer: Vec<&str> = sizes.iter().map(|(axis, _)| *axis).collect();
         let began = Instant::now();

@@ -42,8 +42,13 @@ pub struct Files {
 const HEAD: &str = "lm_head.weight";
 const TABLE: &str = "model.embed_tokens.weight";
 
-/// Tensors of older files that follow from the config.
-const HARMLESS: [&str; 2] = ["model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"];
+/// Tensors of older files that follow from the config, and those that change nothing of what is computed.
+const HARMLESS: [&str; 3] = [
+    "model.layers.*.self_attn.rotary_emb.inv_freq",
+    "model.rotary_emb.inv_freq",
+    // Layers of Qwen that draft tokens, which the model then judges.
+    "mtp.*",
+];
 
 impl Files {
     /// Opens the files in `folder`, or a GGUF file. No weights are read yet.
@@ -110,6 +115,7 @@ impl Files {
             let known: BTreeSet<String> = config.stored().into_iter().map(|(name, _)| name).collect();
             weights = without_zero_biases(weights.dequantize(quantization)?, &known)?;
         }
+        weights = weights.rename(|name| config.name_in_memory(name))?;
         for (name, parts) in config.fused() {
             weights = weights.split(&name, &parts)?;
         }

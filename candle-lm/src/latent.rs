@@ -95,7 +95,7 @@ impl LatentAttention {
         let [turned, common] = [angles.turn(&turned, &places, false)?, angles.turn(&common, &places, false)?];
         let q = DTensor::cat(&[self.up.absorb(&own)?, turned], 3)?;
         let latents = latents.unsqueeze(1)?;
-        let mixed = match cache::texts(turns) {
+        let mixed = match cache::texts(turns)? {
             Texts::Whole(texts) => {
                 let keys = DTensor::cat(&[latents.clone(), common], 3)?;
                 self.options().of_texts([&q, &keys, &latents], texts)?

@@ -5,45 +5,70 @@ use std::sync::Arc;
 use candle_shard::nn::{self, MeshVarBuilder};
 use candle_shard::{DTensor, Error, Result};
 
+use crate::TOKEN_AXIS;
 use crate::attention::SelfAttention;
 use crate::balance::DecoderRouter;
 use crate::cache::LayerTokens;
 use crate::config::Config;
+use crate::config::mixers::MixerKind;
 use crate::config::parts::Norms;
+use crate::delta_net::DeltaNet;
 use crate::feed_forward::FeedForward;
 use crate::latent::LatentAttention;
 use crate::norm::Norm;
 use crate::rope::Angles;
+use crate::short_conv::ShortConv;
 
-/// What mixes the tokens of a layer.
+/// What mixes the tokens of a text.
 #[derive(Debug)]
 enum Mixer {
-    Heads(Box<SelfAttention>),
+    Attention(Box<SelfAttention>),
     Latent(Box<LatentAttention>),
+    ShortConv(Box<ShortConv>),
+    DeltaNet(Box<DeltaNet>),
 }
 
 impl Mixer {
+    /// That of the layer of this number, whose path the builder has.
     fn new(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Self> {
-        Ok(match config.parts.latent {
-            None => Self::Heads(SelfAttention::new(config, layer, vb)?.into()),
-            Some(widths) => Self::Latent(LatentAttention::new(config, widths, vb)?.into()),
+        let token_ranks = vb.mesh().size_of(TOKEN_AXIS).unwrap_or(1);
+        if let Some(refusal) = config.refusal_of_token_ranks(token_ranks) {
+            return Err(Error::Layout(refusal));
+        }
+        Ok(match config.parts.mixer(layer) {
+            MixerKind::Attention => {
+                let vb = vb.pp("self_attn");
+                match config.parts.latent {
+                    None => Self::Attention(SelfAttention::new(config, layer, &vb)?.into()),
+                    Some(widths) => Self::Latent(LatentAttention::new(config, widths, &vb)?.into()),
+                }
+            }
+            MixerKind::DeltaNet(heads) => {
+                Self::DeltaNet(Box::new(DeltaNet::new(config, heads, &vb.pp("linear_attn"))?))
+            }
+            MixerKind::ShortConv { taps } => {
+                Self::ShortConv(Box::new(ShortConv::new(config, taps, &vb.pp("conv"))?))
+            }
         })
     }
 
+    /// What it adds to states `[batch, tokens, hidden]`.
     fn forward(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<LayerTokens<'_>>>) -> Result<DTensor> {
         match self {
-            Self::Heads(attention) => attention.forward(x, angles, turns),
+            Self::Attention(attention) => attention.forward(x, angles, turns),
             Self::Latent(attention) => attention.forward(x, angles, turns),
+            Self::ShortConv(conv) => conv.forward(x, angles.documents(), turns),
+            Self::DeltaNet(delta) => delta.forward(x, angles.documents(), turns),
         }
     }
 }
 
-/// Attention, and a gated feed-forward network.
+/// A mixer of tokens, such as attention, and a gated feed-forward network.
 #[derive(Debug)]
 pub(crate) struct DecoderLayer {
-    /// Before and after attention, before and after the feed-forward layer.
+    /// Before and after the mixer, before and after the feed-forward layer.
     norms: [Option<Norm>; 4],
-    attention: Mixer,
+    mixer: Mixer,
     feed_forward: FeedForward,
     /// The router of the experts, in a model that learns their balance.
     router: Option<DecoderRouter>,
@@ -62,7 +87,7 @@ impl DecoderLayer {
         let [a, b, c, d] = parts.norms.names();
         Ok(Self {
             norms: [norm(a)?, norm(b)?, norm(c)?, norm(d)?],
-            attention: Mixer::new(config, layer, &vb.pp("self_attn"))?,
+            mixer: Mixer::new(config, layer, vb)?,
             feed_forward: FeedForward::new(config, layer, &vb.pp("mlp"))?,
             router: None,
             branch_scale: parts.branch_scale,
@@ -88,7 +113,7 @@ impl DecoderLayer {
         if self.is_parallel {
             let [before, ..] = &self.norms;
             let normed = through(before, x)?;
-            let mixed = self.add(x, &self.attention.forward(&normed, angles, turns)?)?;
+            let mixed = self.add(x, &self.mixer.forward(&normed, angles, turns)?)?;
             return self.add(&mixed, &self.feed_forward.forward(&normed)?);
         }
         self.fed(&self.mixed(x, angles, turns)?)
@@ -112,19 +137,19 @@ impl DecoderLayer {
         Ok([run(|layer, x, _| layer.fed(x), &x)?, run(|layer, x, _| layer.sums(x), &x)?])
     }
 
-    /// The states after attention.
+    /// The states after the mixer.
     fn mixed(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<LayerTokens<'_>>>) -> Result<DTensor> {
         let [before, after, ..] = &self.norms;
-        self.add(x, &through(after, &self.attention.forward(&through(before, x)?, angles, turns)?)?)
+        self.add(x, &through(after, &self.mixer.forward(&through(before, x)?, angles, turns)?)?)
     }
 
-    /// The states after the feed-forward network, of those after attention.
+    /// The states after the feed-forward network, of those after the mixer.
     fn fed(&self, x: &DTensor) -> Result<DTensor> {
         let [.., before, after] = &self.norms;
         self.add(x, &through(after, &self.feed_forward.forward(&through(before, x)?)?)?)
     }
 
-    /// The sums of the router, of the states after attention.
+    /// The sums of the router, of the states after the mixer.
     fn sums(&self, x: &DTensor) -> Result<DTensor> {
         let router = self
             .router

@@ -128,6 +128,9 @@ impl LmOptions {
             ))
             .into());
         }
+        if let Some(refusal) = files.config.refusal_of_token_ranks(size(TOKEN_AXIS)) {
+            return Err(InputError(refusal).into());
+        }
         let held = ModelOptions {
             dtype: self.dtype.map_or_else(|| files.dtype(), Ok)?,
             dequantize: self.dequantize,

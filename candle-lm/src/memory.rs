@@ -11,13 +11,14 @@ use crate::config::Config;
 use crate::config::tensors::{CHOICE_BIAS, EXPERTS};
 use crate::engine::ModelOptions;
 use crate::files::Files;
+use crate::projection::with_gates;
 
-/// Returns the bytes of keys and values of `texts` texts with room for `room` tokens each, on all `tp` ranks together that
-/// share a layer.
+/// Returns the bytes of the keys, values and states of `texts` texts with room for `room` tokens each, on all `tp` ranks together
+/// that share a layer.
 ///
 /// Each of `cp` ranks keeps a part of the tokens of layers without a window; the numbers are those of one of them. Layers
-/// with a window keep no more tokens than it has. If there are fewer key heads than ranks, each query head has a
-/// copy. Latent attention keeps one latent of a token on each rank, with what the keys of all heads have in common.
+/// with a window keep no more tokens than it has, and recurrent ones a state in 32 bits. If there are fewer key heads than ranks, each
+/// query head has a copy. Latent attention keeps one latent of a token on each rank, with what the keys of all heads have in common.
 ///
 /// ```
 /// use candle_core::DType;
@@ -37,12 +38,17 @@ pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp
         config.parts.latent.map_or(2 * heads * dim, |widths| tp.max(1) * (widths.rank + widths.rotary));
     let part = room.div_ceil(cp.max(1));
     let kept = |layer| config.parts.window(layer).filter(|&window| window < room).unwrap_or(part);
-    let tokens: usize = (0..config.num_hidden_layers).map(kept).fold(0, usize::saturating_add);
-    [tokens, of_token, dtype.size_in_bytes(), texts].into_iter().fold(1, usize::saturating_mul)
+    let attention = (0..config.num_hidden_layers).filter(|&layer| !config.parts.mixer(layer).is_recurrent());
+    let tokens: usize = attention.map(kept).fold(0, usize::saturating_add);
+    let keys = [tokens, of_token, dtype.size_in_bytes()].into_iter().fold(1, usize::saturating_mul);
+    keys.saturating_add(config.state_bytes()).saturating_mul(texts)
 }
 
 /// The matrices that each rank has whole.
 const WHOLE: [&str; 4] = ["router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"];
+
+/// Vectors that are cut with value heads.
+const OF_VALUE_HEADS: [&str; 2] = [".A_log", ".dt_bias"];
 
 /// The projections whose outputs are cut.
 const CUT: [&str; 5] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
@@ -78,12 +84,18 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
             3 => 1,
             _ if WHOLE.contains(&module) => tp,
             _ if shares_keys && ["k_proj", "v_proj"].contains(&module) => tp,
-            0 | 1 if !(name.ends_with(".bias") && CUT.contains(&module)) => tp,
+            0 | 1
+                if !(name.ends_with(".bias") && CUT.contains(&module)
+                    || OF_VALUE_HEADS.iter().any(|end| name.ends_with(end))) =>
+            {
+                tp
+            }
             // The first stage looks tokens up in the table, and the last one computes logits with it.
             _ if pp > 1 && config.tie_word_embeddings && module == "embed_tokens" => 2,
             _ => 1,
         };
-        let replicas = held.cp.saturating_mul(if shape.len() == 3 { 1 } else { held.ep });
+        let is_expert = EXPERTS.iter().any(|part| name.ends_with(part));
+        let replicas = held.cp.saturating_mul(if is_expert { 1 } else { held.ep });
         all = all.saturating_add(bytes.saturating_mul(copies).saturating_mul(replicas));
     }
     Ok(all)
@@ -120,9 +132,11 @@ fn held_blocks(files: &Files, held: &ModelOptions, tp: usize, name: &str) -> Res
         _ if files.config.parts.latent.is_some() => true,
         ("q_proj" | "k_proj" | "v_proj", Some(names), _) => all(names)?,
         ("o_proj", Some(names), _) => {
-            let heads = files.config.heads();
+            let is_gated = files.config.parts.gated_attention;
             let granule = if all(names)? { own.block_size() } else { 1 };
-            (heads.together(tp, granule) * heads.dim).is_multiple_of(own.block_size())
+            let (heads, granule) = with_gates(files.config.heads(), is_gated, granule);
+            let columns = heads.together(tp, granule) * heads.dim / if is_gated { 2 } else { 1 };
+            columns.is_multiple_of(own.block_size())
         }
         _ => true,
     };

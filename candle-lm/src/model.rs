@@ -11,6 +11,8 @@ use candle_shard::{
 use crate::TOKEN_AXIS;
 use crate::cache::{self, Cache};
 use crate::config::Config;
+use crate::config::mixers::{DeltaHeads, MixerKind};
+use crate::config::parts::LatentWidths;
 use crate::layer::DecoderLayer;
 use crate::norm::Norm;
 use crate::projection::{Projection, TokenTable};
@@ -40,21 +42,13 @@ enum WeightCut {
     Joined,
 }
 
-/// The projections of queries, keys and values, which are one layer.
-const ATTENTION: &str = "model.layers.*.self_attn";
+/// The inputs of latent attention that are cut: of queries with latents of their own or without, and of keys and values.
+const LATENT: [[&str; 2]; 2] =
+    [["self_attn.q_b_proj", "self_attn.kv_b_proj"], ["self_attn.q_proj", "self_attn.kv_b_proj"]];
 
-/// Those of latent attention: of queries without and with latents of their own, and of keys and values.
-const LATENT: [&str; 3] = [
-    "model.layers.*.self_attn.q_proj",
-    "model.layers.*.self_attn.q_b_proj",
-    "model.layers.*.self_attn.kv_b_proj",
-];
-
-/// The modules that are cut.
-const PLAN: [(&str, WeightCut); 7] = [
+/// The modules that are cut outside of layers, and the feed-forward layers.
+const PLAN: [(&str, WeightCut); 5] = [
     ("model.embed_tokens", WeightCut::Rows),
-    (ATTENTION, WeightCut::Columns),
-    ("model.layers.*.self_attn.o_proj", WeightCut::Rows),
     ("model.layers.*.mlp.gate_proj", WeightCut::Columns),
     ("model.layers.*.mlp.up_proj", WeightCut::Columns),
     ("model.layers.*.mlp.down_proj", WeightCut::Rows),
@@ -64,6 +58,31 @@ const PLAN: [(&str, WeightCut); 7] = [
 /// The layers of a network that all tokens use beside their experts.
 const FEED_FORWARD: [(&str, WeightCut); 3] =
     [("gate_proj", WeightCut::Columns), ("up_proj", WeightCut::Columns), ("down_proj", WeightCut::Rows)];
+
+/// The modules of a mixer that are cut: its inputs by columns, and its output by rows.
+fn cut_modules(mixer: MixerKind, latent: Option<LatentWidths>) -> (&'static [&'static str], &'static str) {
+    match mixer {
+        MixerKind::Attention if let Some(LatentWidths { query, .. }) = latent => {
+            (&LATENT[usize::from(query.is_none())], "self_attn.o_proj")
+        }
+        MixerKind::Attention => (&["self_attn"], "self_attn.o_proj"),
+        MixerKind::ShortConv { .. } => (&["conv.b_proj", "conv.c_proj", "conv.x_proj"], "conv.out_proj"),
+        MixerKind::DeltaNet(DeltaHeads { by_key_head: true, .. }) => {
+            (&["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"], "linear_attn.out_proj")
+        }
+        MixerKind::DeltaNet(_) => (
+            &[
+                "linear_attn.in_proj_q",
+                "linear_attn.in_proj_k",
+                "linear_attn.in_proj_v",
+                "linear_attn.in_proj_z",
+                "linear_attn.in_proj_b",
+                "linear_attn.in_proj_a",
+            ],
+            "linear_attn.out_proj",
+        ),
+    }
+}
 
 impl Decoder {
     /// The model at the builder's path, for sequences of up to `longest` tokens, with the parameters that the Hub's
@@ -85,32 +104,35 @@ impl Decoder {
         Ok(Self { embed_tokens, layers, norm, lm_head, angles, mesh, config: config.clone() })
     }
 
-    /// How a model is cut on the mesh axis `axis`: heads and feed-forward columns, tables by tokens. [Experts](candle_shard::nn::MoE) have axes
+    /// How a model is cut on the mesh axis `axis`: heads, channels and feed-forward columns, tables by tokens. [Experts](candle_shard::nn::MoE) have axes
     /// of their own.
     pub fn plan(config: &Config, axis: &str) -> Plan {
-        let is_latent = config.parts.latent.is_some();
-        let is_there = |module: &str| match module {
-            ATTENTION => !is_latent,
-            _ if module.ends_with(".gate_proj") && !config.parts.gated => false,
-            _ => !module.contains(".mlp.") || config.has_dense_layers(),
+        let is_there = |module: &str| match module.ends_with(".gate_proj") && !config.parts.gated {
+            true => false,
+            false => !module.contains(".mlp.") || config.has_dense_layers(),
         };
-        let query = config.parts.latent.and_then(|widths| widths.query).map_or(0, |_| 1);
-        let latent = [LATENT[query], LATENT[2]].into_iter().filter(|_| is_latent);
-        let latent = latent.map(|module| (module, WeightCut::Columns));
-        let modules = PLAN.into_iter().filter(|(module, _)| is_there(module)).chain(latent);
-        let shared = config.parts.experts.iter().filter(|experts| experts.shared > 0);
-        let shared = shared.flat_map(|experts| {
+        let others = PLAN.into_iter().filter(|(module, _)| is_there(module));
+        let mut cuts: Vec<(String, WeightCut)> =
+            others.map(|(module, cut)| (module.to_owned(), cut)).collect();
+        for experts in config.parts.experts.iter().filter(|experts| experts.shared > 0) {
             let network = format!("model.layers.*.{}", experts.names.shared[0]);
-            FEED_FORWARD.map(|(part, cut)| (format!("{network}.{part}"), cut))
-        });
-        modules.map(|(module, cut)| (module.to_owned(), cut)).chain(shared).fold(
-            Plan::new(axis),
-            |plan, (module, cut)| match cut {
-                WeightCut::Columns => plan.with(module, ColwiseParallel::default()),
-                WeightCut::Rows => plan.with(module, RowwiseParallel::default().output(Replicate)),
-                WeightCut::Joined => plan.with(module, ColwiseParallel::default().output(Replicate)),
-            },
-        )
+            cuts.extend(FEED_FORWARD.map(|(part, cut)| (format!("{network}.{part}"), cut)));
+        }
+        let mut mixers: Vec<MixerKind> = Vec::new();
+        for mixer in (0..config.num_hidden_layers).map(|layer| config.parts.mixer(layer)) {
+            if !mixers.contains(&mixer) {
+                let (columns, rows) = cut_modules(mixer, config.parts.latent);
+                let pattern = |module: &str| format!("model.layers.*.{module}");
+                cuts.extend(columns.iter().map(|module| (pattern(module), WeightCut::Columns)));
+                cuts.push((pattern(rows), WeightCut::Rows));
+                mixers.push(mixer);
+            }
+        }
+        cuts.iter().fold(Plan::new(axis), |plan, (module, cut)| match cut {
+            WeightCut::Columns => plan.with(module, ColwiseParallel::default()),
+            WeightCut::Rows => plan.with(module, RowwiseParallel::default().output(Replicate)),
+            WeightCut::Joined => plan.with(module, ColwiseParallel::default().output(Replicate)),
+        })
     }
 
     /// The same [plan](Self::plan) for training, in which no rank has the logits of the whole vocabulary.

@@ -59,9 +59,27 @@ pub(crate) fn in_blocks(size: usize, granule: usize) -> Width {
     if size.is_multiple_of(granule) { Width::new(size / granule, granule) } else { size.into() }
 }
 
+/// The heads with the gates among the query heads, and the columns of these between which they are cut so that the output projection is
+/// cut between columns of `granule`, if that is possible.
+pub(crate) fn with_gates(heads: Heads, is_gated: bool, granule: usize) -> (Heads, usize) {
+    if !is_gated {
+        return (heads, granule);
+    }
+    let Heads { query, dim, .. } = heads;
+    // Whole heads that are a multiple of the granule.
+    let unit = (1..=query).map(|heads| heads * dim).find(|columns| columns.is_multiple_of(granule));
+    (Heads { query: 2 * query, ..heads }, 2 * unit.unwrap_or(dim))
+}
+
 /// Query, key and value projections.
 #[derive(Debug)]
-pub(crate) enum Qkv {
+pub(crate) struct Qkv {
+    layer: QkvLayer,
+    is_gated: bool,
+}
+
+#[derive(Debug)]
+enum QkvLayer {
     Dense(Box<FusedQkv>),
     Quantized(Box<QuantizedQkv>),
 }
@@ -69,31 +87,44 @@ pub(crate) enum Qkv {
 const NAMES: [&str; 3] = ["q_proj", "k_proj", "v_proj"];
 
 impl Qkv {
-    /// The layer at the builder's path, whose heads are cut where the output projection can be.
-    pub(crate) fn new(hidden: usize, heads: Heads, bias: bool, vb: &MeshVarBuilder) -> Result<Self> {
+    /// The layer at the builder's path, whose heads are cut where the output projection can be. Where they are gated, each query head is
+    /// followed by its gate.
+    pub(crate) fn new(
+        hidden: usize,
+        heads: Heads,
+        is_gated: bool,
+        bias: bool,
+        vb: &MeshVarBuilder,
+    ) -> Result<Self> {
         let is_quantized = NAMES.iter().all(|name| vb.pp(name).quantized_block("weight").is_some());
         Ok(match is_quantized {
             true => {
-                let granule = granule(&vb.pp("o_proj"));
-                Self::Quantized(QuantizedQkv::with_names(hidden, heads, granule, bias, NAMES, vb)?.into())
+                let (heads, granule) = with_gates(heads, is_gated, granule(&vb.pp("o_proj")));
+                let layer = QuantizedQkv::with_names(hidden, heads, granule, bias, NAMES, vb)?;
+                Self { layer: QkvLayer::Quantized(layer.into()), is_gated }
             }
-            false => Self::Dense(FusedQkv::with_names(hidden, heads, bias, NAMES, vb)?.into()),
+            false => {
+                let (heads, granule) = with_gates(heads, is_gated, 1);
+                let layer = FusedQkv::with_names(hidden, heads, granule, bias, NAMES, vb)?;
+                Self { layer: QkvLayer::Dense(layer.into()), is_gated }
+            }
         })
     }
 
     pub(crate) fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
-        match self {
-            Self::Dense(layer) => layer.forward(x),
-            Self::Quantized(layer) => layer.forward(x),
+        match &self.layer {
+            QkvLayer::Dense(layer) => layer.forward(x),
+            QkvLayer::Quantized(layer) => layer.forward(x),
         }
     }
 
-    /// The width of all query heads.
+    /// The width of the output of all query heads.
     pub(crate) fn width(&self) -> Width {
-        match self {
-            Self::Dense(layer) => layer.width(),
-            Self::Quantized(layer) => layer.width(),
-        }
+        let Width { units, unit } = match &self.layer {
+            QkvLayer::Dense(layer) => layer.width(),
+            QkvLayer::Quantized(layer) => layer.width(),
+        };
+        Width::new(units, if self.is_gated { unit / 2 } else { unit })
     }
 }
 

@@ -144,7 +144,7 @@ impl Encoder {
             let vb = vb.pp("encoder.layer").pp(i);
             let (attention, output) = (vb.pp("attention"), vb.pp("output"));
             let names = ["query", "key", "value"];
-            let qkv = FusedQkv::with_names(hidden, config.heads(), true, names, &attention.pp("self"))?;
+            let qkv = FusedQkv::with_names(hidden, config.heads(), 1, true, names, &attention.pp("self"))?;
             Ok(EncoderLayer {
                 mixed: Linear::new(qkv.width(), hidden, true, &attention.pp("output.dense"))?,
                 qkv,

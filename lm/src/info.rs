@@ -32,6 +32,9 @@ pub struct Info {
     pub bytes_by_type: BTreeMap<String, u64>,
     /// The bytes that each rank would hold.
     pub bytes_per_rank: Vec<usize>,
+    /// The bytes of the states of a text in recurrent layers, on all ranks together, if there are some.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub state_bytes: Option<usize>,
     /// The experts, if there are some.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub experts: Option<ExpertInfo>,
@@ -131,6 +134,7 @@ impl Info {
             context: config.longest(),
             bytes_by_type,
             bytes_per_rank: (0..ranks).map(held).collect::<Result<_>>()?,
+            state_bytes: Some(config.state_bytes()).filter(|bytes| *bytes > 0),
             experts,
         })
     }
@@ -148,6 +152,13 @@ impl fmt::Display for Info {
         )?;
         if let Some(experts) = &self.experts {
             write!(f, "{experts}")?;
+        }
+        if let Some(bytes) = self.state_bytes {
+            writeln!(
+                f,
+                "states of a text take {} bytes in recurrent layers, however long it is",
+                grouped(bytes)
+            )?;
         }
         writeln!(f)?;
         for (kind, bytes) in &self.bytes_by_type {

@@ -16,10 +16,10 @@ use crate::args::Args;
 /// Opens the model. Without one on the command line, it writes a random model to `scratch`.
 ///
 /// # Errors
-/// Those of [`Files::open`] and [`check_experts`].
+/// Those of [`Files::open`] and [`check_ranks`].
 pub fn files(args: &Args, scratch: &Path) -> Result<Files> {
     let files = args.adapters.add_to(base(args, scratch)?)?;
-    check_experts(args, &files)?;
+    check_ranks(args, &files)?;
     Ok(files)
 }
 
@@ -41,16 +41,18 @@ pub fn random(args: &Args) -> Config {
     if args.ep > 1 { random_model::mixture() } else { random_model::config() }
 }
 
-/// Refuses to distribute the experts of a model that has none.
+/// Refuses to distribute what a model does not have, or keeps whole: experts, or the tokens of a text.
 ///
 /// # Errors
-/// If it has none and `--ep` asks for it.
-pub fn check_experts(args: &Args, files: &Files) -> Checked {
+/// If `--ep` or `--cp` asks for it.
+pub fn check_ranks(args: &Args, files: &Files) -> Checked {
     let (ep, Config { family, parts, .. }) = (args.ep, &files.config);
     require!(
         ep == 1 || parts.experts.is_some(),
         "--ep {ep} distributes experts, and a model of the family {family} has none: leave it out, or cut its layers with --tp."
     );
+    let refusal = files.config.refusal_of_token_ranks(args.cp);
+    require!(refusal.is_none(), "{}.", refusal.unwrap_or_default());
     Ok(())
 }
 

@@ -22,7 +22,7 @@ pub use backward::AttentionBackward;
 pub use decode::decode_attn;
 pub use forward::{Partial, SoftmaxNorms};
 pub(crate) use heads::AttentionSizes;
-pub(crate) use node::attend;
+pub(crate) use node::{attend, graph_node};
 pub use node::{join_all, sizes, split_sums, with_backward};
 pub(crate) use off_host::attend_off_host;
 pub use scale::Scale;

@@ -88,8 +88,8 @@ pub fn with_backward<T: AttentionDtype>(
     })
 }
 
-/// Returns what was made of a query, a key and a value as a graph node, if one of them needs a gradient.
-pub(super) fn graph_node(
+/// Returns what was made of three inputs, such as a query, a key and a value, as a graph node, if one of them needs a gradient.
+pub(crate) fn graph_node(
     name: &'static str,
     inputs: [&Tensor; 3],
     made: Fresh,

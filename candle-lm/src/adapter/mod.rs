@@ -305,10 +305,20 @@ fn named(config: &AdapterConfig, name: &str, files: &Files, weights: Weights) ->
         shape(&weights, &tensor, &module.weight_shape(module.shape[0]))?;
         known.insert(tensor.clone());
         known.extend(module.has_bias.then(|| format!("{}.bias", module.path)));
-        if let [_, _, ..] = &module.parts[..] {
-            let parts: Vec<(String, usize)> =
-                module.parts.iter().map(|(part, rows)| (format!("{part}.weight"), *rows)).collect();
-            weights = weights.split(&tensor, &parts)?;
+        match &module.parts[..] {
+            [(part, _)] if *part == module.path => {}
+            [(part, _)] => {
+                weights = weights.alias(&tensor, format!("{part}.weight"))?;
+                if module.has_bias {
+                    made.insert(format!("{part}.bias"));
+                    weights = weights.alias(&format!("{}.bias", module.path), format!("{part}.bias"))?;
+                }
+            }
+            parts => {
+                let parts: Vec<(String, usize)> =
+                    parts.iter().map(|(part, rows)| (format!("{part}.weight"), *rows)).collect();
+                weights = weights.split(&tensor, &parts)?;
+            }
         }
     }
     let replaced = replaced.iter().flat_map(|module| &module.parts);

@@ -41,7 +41,9 @@ pub fn modules(config: &Config) -> Vec<LayerModule> {
         let bias = format!("{path}.bias");
         let has_bias = tensors.iter().any(|(name, _)| *name == bias);
         let parts = vec![(path.to_owned(), shape[0])];
-        modules.push(LayerModule { path: path.to_owned(), kind, shape, parts, has_bias });
+        let stored = config.stored_name(name);
+        let path = stored.strip_suffix(".weight").unwrap_or(path).to_owned();
+        modules.push(LayerModule { path, kind, shape, parts, has_bias });
     }
     if config.tie_word_embeddings {
         let (path, shape) = ("lm_head".to_owned(), [config.vocab_size, config.hidden_size]);
@@ -52,7 +54,8 @@ pub fn modules(config: &Config) -> Vec<LayerModule> {
         let module = |tensor: &str| tensor.trim_end_matches(".weight").to_owned();
         let parts: Vec<(String, usize)> = parts.iter().map(|(part, rows)| (module(part), *rows)).collect();
         let is_part = |module: &LayerModule| parts.iter().any(|(part, _)| *part == module.path);
-        let columns = modules.iter().find(|one| is_part(one)).map_or(0, |one| one.shape[1]);
+        // The taps of convolutions are no module here.
+        let Some(columns) = modules.iter().find(|one| is_part(one)).map(|one| one.shape[1]) else { continue };
         modules.retain(|one| !is_part(one));
         let rows = parts.iter().map(|(_, rows)| rows).sum();
         let (path, kind) = (module(&name), ModuleKind::Linear);

@@ -4,6 +4,7 @@ pub mod experts;
 mod families;
 mod fields;
 mod generation;
+pub mod mixers;
 pub mod parts;
 mod rope;
 mod scaling;
@@ -167,6 +168,7 @@ impl Config {
         ignored: &[String],
     ) -> Result<Self> {
         let (fields, has_images) = wrapper::unwrapped(fields)?;
+        let fields = families::plain(fields)?;
         let mut fields = Fields::new(fields, unknown, ignored)?;
         let ((rope_theta, rope_scaling), note) = rope::read(&fields)?;
         fields.notes.extend(note);

@@ -6,6 +6,7 @@ use candle_shard::nn::Heads;
 
 use super::RopeScaling;
 use super::experts::Experts;
+use super::mixers::MixerKind;
 
 /// The parts of a decoder. [`Default`] is a Llama.
 #[derive(Clone, Debug, PartialEq)]
@@ -62,6 +63,12 @@ pub struct Parts {
     pub draft_layers: usize,
     /// The latents that keys and values are made of, if they are.
     pub latent: Option<LatentWidths>,
+    /// Whether each query head has a gate of the output of attention, in the rows behind its own.
+    pub gated_attention: bool,
+    /// What mixes the tokens of each layer; attention in all without a list.
+    pub mixers: Vec<MixerKind>,
+    /// What files call modules, where layers have other names for them.
+    pub names: &'static ModuleNames,
 }
 
 /// The widths of latent attention.
@@ -99,6 +106,9 @@ impl AttentionTemperature {
 pub const FUSED_QKV: &str = "self_attn.qkv_proj";
 /// Gate and up in one.
 pub const FUSED_GATE: &str = "mlp.gate_up_proj";
+
+/// Modules by their paths within a layer, or outside of layers, and what files call them.
+pub type ModuleNames = [(&'static str, &'static str)];
 
 /// Where a layer has norms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -214,6 +224,9 @@ impl Default for Parts {
             experts: None,
             draft_layers: 0,
             latent: None,
+            gated_attention: false,
+            mixers: Vec::new(),
+            names: &[],
         }
     }
 }
@@ -227,6 +240,11 @@ impl Parts {
     /// Whether a layer has rotary positions.
     pub fn is_rotary(&self, layer: usize) -> bool {
         self.rotary.get(layer).copied().unwrap_or(true)
+    }
+
+    /// What mixes the tokens of a layer.
+    pub fn mixer(&self, layer: usize) -> MixerKind {
+        self.mixers.get(layer).copied().unwrap_or(MixerKind::Attention)
     }
 
     /// The experts of a layer, if it has some.

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
-use super::fields::{Fields, positive, shortened};
+use super::fields::{FieldRule, Fields, positive, shortened};
 use super::parts::AttentionTemperature;
 use super::scaling::RopeScaling;
 
@@ -228,7 +228,8 @@ fn scaling(fields: &Fields, form: &Map<String, Value>) -> Result<Option<RopeScal
                 .chain(*optional)
                 .chain(&COMMON)
                 .chain(fields.family.of_rope())
-                .any(|known| known == name),
+                .any(|known| known == name)
+                || matches!(fields.family.rule(name), Some(FieldRule::Harmless)),
             "{name} ({}) is a field that is not known for rope_type {kind:?}",
             shortened(value)
         );

@@ -4,6 +4,7 @@ use candle_shard::nn::Heads;
 
 use super::Config;
 use super::experts::Experts;
+use super::mixers::{DeltaHeads, MixerKind};
 use super::parts::{FUSED_GATE, FUSED_QKV, LatentWidths, NormKind, Parts};
 
 /// The name and shape of a tensor.
@@ -42,17 +43,18 @@ impl Config {
 
     fn of_layer(&self, layer: usize) -> Vec<Tensor> {
         let (hidden, inner) = (self.hidden_size, self.intermediate_size);
-        let Heads { query, key_value, dim } = self.heads();
-        let Parts { qkv_bias, output_bias, mlp_bias, qk_norm, norms, .. } = self.parts;
+        let Parts { mlp_bias, norms, .. } = self.parts;
         let named = |name: &str, parameter: &str| format!("model.layers.{layer}.{name}.{parameter}");
-        let attention = match &self.parts.latent {
-            Some(widths) => self.of_latents(widths),
-            None => vec![
-                ("self_attn.q_proj", query * dim, hidden, qkv_bias),
-                ("self_attn.k_proj", key_value * dim, hidden, qkv_bias),
-                ("self_attn.v_proj", key_value * dim, hidden, qkv_bias),
-                ("self_attn.o_proj", hidden, query * dim, output_bias),
-            ],
+        let mut tensors = match self.parts.mixer(layer) {
+            MixerKind::Attention => self.of_attention(&named),
+            MixerKind::DeltaNet(heads) => self.of_delta(heads, layer, &named),
+            MixerKind::ShortConv { taps } => {
+                let inputs = ["b_proj", "c_proj", "x_proj"];
+                let linear = inputs.into_iter().chain(["out_proj"]);
+                let linear =
+                    linear.map(|name| (named(&format!("conv.{name}"), "weight"), vec![hidden, hidden]));
+                linear.chain([(named("conv.conv", "weight"), vec![hidden, 1, taps])]).collect()
+            }
         };
         let dense = [
             ("mlp.gate_proj", inner, hidden, mlp_bias),
@@ -60,11 +62,9 @@ impl Config {
             ("mlp.down_proj", hidden, inner, mlp_bias),
         ];
         let experts = self.parts.experts(layer);
-        let dense = dense.into_iter().skip(usize::from(!self.parts.gated)).filter(|_| experts.is_none());
-        let mut tensors = Vec::new();
-        for (name, rows, columns, has_bias) in attention.into_iter().chain(dense) {
-            tensors.push((named(name, "weight"), vec![rows, columns]));
-            tensors.extend(has_bias.then(|| (named(name, "bias"), vec![rows])));
+        if experts.is_none() {
+            let gated = usize::from(!self.parts.gated);
+            tensors.extend(linear_tensors(&dense[gated..], &named));
         }
         if let Some(Experts { count, hidden: inner, has_bias, shared, shared_gate, names, .. }) = experts {
             tensors.push((named(ROUTER, "weight"), vec![*count, hidden]));
@@ -96,10 +96,29 @@ impl Config {
             let has_bias = self.parts.norm == NormKind::LayerWithBias;
             tensors.extend(has_bias.then(|| (named(name, "bias"), vec![hidden])));
         }
-        if let Some(LatentWidths { query, rank, .. }) = self.parts.latent {
-            tensors.extend(query.map(|width| (named("self_attn.q_a_layernorm", "weight"), vec![width])));
-            tensors.push((named("self_attn.kv_a_layernorm", "weight"), vec![rank]));
+        tensors
+    }
+
+    /// Those of attention.
+    fn of_attention(&self, named: &dyn Fn(&str, &str) -> String) -> Vec<Tensor> {
+        let hidden = self.hidden_size;
+        let Heads { query, key_value, dim } = self.heads();
+        let Parts { qkv_bias, output_bias, qk_norm, gated_attention, .. } = self.parts;
+        if let Some(widths) = &self.parts.latent {
+            let mut tensors = linear_tensors(&self.of_latents(widths), named);
+            let query = widths.query.map(|width| (named("self_attn.q_a_layernorm", "weight"), vec![width]));
+            tensors.extend(query);
+            tensors.push((named("self_attn.kv_a_layernorm", "weight"), vec![widths.rank]));
+            return tensors;
         }
+        let queries = if gated_attention { 2 * query } else { query };
+        let attention = [
+            ("self_attn.q_proj", queries * dim, hidden, qkv_bias),
+            ("self_attn.k_proj", key_value * dim, hidden, qkv_bias),
+            ("self_attn.v_proj", key_value * dim, hidden, qkv_bias),
+            ("self_attn.o_proj", hidden, query * dim, output_bias),
+        ];
+        let mut tensors = linear_tensors(&attention, named);
         for (name, width) in
             qk_norm.names().into_iter().zip(qk_norm.widths(self.heads()).into_iter().flatten())
         {
@@ -127,6 +146,34 @@ impl Config {
         matrices
     }
 
+    /// Those of a layer with the gated delta rule.
+    fn of_delta(&self, heads: DeltaHeads, layer: usize, named: &dyn Fn(&str, &str) -> String) -> Vec<Tensor> {
+        let (hidden, [keys, values]) = (self.hidden_size, heads.channels());
+        let inputs: &[(&str, usize)] = match heads.by_key_head {
+            true => &[("in_proj_qkvz", 2 * keys + 2 * values), ("in_proj_ba", 2 * heads.value)],
+            false => &[
+                ("in_proj_q", keys),
+                ("in_proj_k", keys),
+                ("in_proj_v", values),
+                ("in_proj_z", values),
+                ("in_proj_b", heads.value),
+                ("in_proj_a", heads.value),
+            ],
+        };
+        let of = |module: &str| named(&format!("linear_attn.{module}"), "weight");
+        let mut tensors: Vec<Tensor> =
+            inputs.iter().map(|(name, rows)| (of(name), vec![*rows, hidden])).collect();
+        tensors.push((of("out_proj"), vec![hidden, values]));
+        tensors.push((of("norm"), vec![heads.value_dim]));
+        let convs = [("conv1d_q", keys), ("conv1d_k", keys), ("conv1d_v", values)];
+        tensors.extend(convs.map(|(name, rows)| (of(name), vec![rows, 1, heads.taps])));
+        let of_heads = ["A_log", "dt_bias"];
+        tensors.extend(
+            of_heads.map(|name| (format!("model.layers.{layer}.linear_attn.{name}"), vec![heads.value])),
+        );
+        tensors
+    }
+
     /// The tensors that files of some families have in one: the name of each, and the names and rows of its parts.
     pub fn fused(&self) -> Vec<(String, Vec<(String, usize)>)> {
         let Heads { query, key_value, dim } = self.heads();
@@ -140,7 +187,31 @@ impl Config {
             let fused = all.into_iter().filter(|(module, _)| self.parts.fused.contains(module));
             fused.map(|(module, parts)| (name(module), parts)).collect::<Vec<_>>()
         };
-        (0..self.num_hidden_layers).flat_map(of_layer).collect()
+        let of_mixer = |(layer, mixer): (usize, &MixerKind)| {
+            let name = |name: &str| format!("model.layers.{layer}.{name}.weight");
+            match mixer {
+                MixerKind::Attention => Vec::new(),
+                MixerKind::ShortConv { .. } => {
+                    let parts =
+                        ["b", "c", "x"].map(|part| (name(&format!("conv.{part}_proj")), self.hidden_size));
+                    vec![(name("conv.in_proj"), parts.to_vec())]
+                }
+                MixerKind::DeltaNet(heads) => {
+                    let [keys, values] = heads.channels();
+                    let parts = |module: &str| {
+                        let part = |(part, rows): (&str, usize)| {
+                            (name(&format!("linear_attn.{module}_{part}")), rows)
+                        };
+                        [("q", keys), ("k", keys), ("v", values)].map(part).to_vec()
+                    };
+                    let convs = (name("linear_attn.conv1d"), parts("conv1d"));
+                    let inputs = (name("linear_attn.in_proj_qkv"), parts("in_proj"));
+                    if heads.by_key_head { vec![convs] } else { vec![inputs, convs] }
+                }
+            }
+        };
+        let mixers = self.parts.mixers.iter().enumerate().flat_map(of_mixer);
+        (0..self.num_hidden_layers).flat_map(of_layer).chain(mixers).collect()
     }
 
     /// The parts of a stacked tensor of experts as files have them, each expert by itself; `None` for other tensors.
@@ -156,13 +227,35 @@ impl Config {
 
     /// The name that a tensor has in files, if it is there by itself.
     pub fn stored_name(&self, name: &str) -> String {
-        let Some(experts) = &self.parts.experts else { return name.to_owned() };
+        let own = || self.renamed(name, |(own, stored)| (own, stored));
+        let Some(experts) = &self.parts.experts else { return own() };
         let layer = |parameter: &str| name.strip_suffix(&format!(".{ROUTER}.{parameter}"));
         match (layer("weight"), layer("bias")) {
             (Some(layer), _) => format!("{layer}.{}.weight", experts.names.router),
             (_, Some(layer)) => format!("{layer}.{}", experts.names.bias),
-            _ => name.to_owned(),
+            _ => own(),
         }
+    }
+
+    /// The name that layers have for a tensor of a file, if it is there by itself.
+    pub fn name_in_memory(&self, name: &str) -> String {
+        self.renamed(name, |(own, stored)| (stored, own))
+    }
+
+    /// The name of a tensor whose module gets the second name of a pair in the place of the first one.
+    fn renamed(
+        &self,
+        name: &str,
+        pair: fn((&'static str, &'static str)) -> (&'static str, &'static str),
+    ) -> String {
+        let found = name.rsplit_once('.').and_then(|(module, parameter)| {
+            let mut names = self.parts.names.iter().map(|&names| pair(names));
+            names.find_map(|(from, to)| {
+                let before = module.strip_suffix(from)?;
+                (before.is_empty() || before.ends_with('.')).then(|| format!("{before}{to}.{parameter}"))
+            })
+        });
+        found.unwrap_or_else(|| name.to_owned())
     }
 
     /// The name and shape of every tensor, as the files of transformers have them.
@@ -176,9 +269,13 @@ impl Config {
         }
         for (name, parts) in self.fused() {
             let is_part = |tensor: &Tensor| parts.iter().any(|(part, _)| *part == tensor.0);
-            let columns = tensors.iter().find(|tensor| is_part(tensor)).map_or(0, |(_, shape)| shape[1]);
+            let found = tensors.iter().find(|tensor| is_part(tensor));
+            let mut shape = found.map_or_else(Vec::new, |(_, shape)| shape.clone());
+            if let Some(rows) = shape.first_mut() {
+                *rows = parts.iter().map(|(_, rows)| rows).sum();
+            }
             tensors.retain(|tensor| !is_part(tensor));
-            tensors.push((name, vec![parts.iter().map(|(_, rows)| rows).sum(), columns]));
+            tensors.push((name, shape));
         }
         tensors
     }
@@ -209,4 +306,16 @@ impl Config {
             _ => all,
         }
     }
+}
+
+/// The weights and biases of linear layers: the name of each, its rows and columns, and whether it has a bias.
+fn linear_tensors(
+    layers: &[(&str, usize, usize, bool)],
+    named: &dyn Fn(&str, &str) -> String,
+) -> Vec<Tensor> {
+    let of_layer = |&(name, rows, columns, has_bias): &(&str, usize, usize, bool)| {
+        let weight = (named(name, "weight"), vec![rows, columns]);
+        [weight].into_iter().chain(has_bias.then(|| (named(name, "bias"), vec![rows])))
+    };
+    layers.iter().flat_map(of_layer).collect()
 }

@@ -13,7 +13,7 @@ struct Wrapper {
     family: Option<&'static str>,
 }
 
-const WRAPPERS: [Wrapper; 5] = [
+const WRAPPERS: [Wrapper; 6] = [
     Wrapper {
         model_type: "gemma3",
         architecture: "Gemma3ForConditionalGeneration",
@@ -34,6 +34,11 @@ const WRAPPERS: [Wrapper; 5] = [
         model_type: "qwen3_vl",
         architecture: "Qwen3VLForConditionalGeneration",
         family: Some("qwen3"),
+    },
+    Wrapper {
+        model_type: "qwen3_5",
+        architecture: "Qwen3_5ForConditionalGeneration",
+        family: Some("qwen3_5_text"),
     },
 ];
 

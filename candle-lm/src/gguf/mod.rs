@@ -26,7 +26,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 26] = [
+const ARCHITECTURES: [(&str, &str, bool); 27] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -56,10 +56,11 @@ const ARCHITECTURES: [(&str, &str, bool); 26] = [
     ("command-r", "cohere", false),
     ("cohere2", "cohere2", false),
     ("nemotron", "nemotron", false),
+    ("lfm2", "lfm2", false),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 34] = [
+const FIELDS: [(&str, Option<&str>); 35] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -95,18 +96,21 @@ const FIELDS: [(&str, Option<&str>); 34] = [
     ("expert_group_used_count", Some("topk_group")),
     ("leading_dense_block_count", Some("first_k_dense_replace")),
     ("nextn_predict_layers", Some("num_nextn_predict_layers")),
+    ("shortconv.l_cache", Some("conv_L_cache")),
 ];
 
 /// The names of tensors outside of layers.
-const TENSORS: [(&str, &str); 4] = [
+const TENSORS: [(&str, &str); 5] = [
     ("token_embd.weight", "model.embed_tokens.weight"),
     ("output_norm.weight", "model.norm.weight"),
     ("output_norm.bias", "model.norm.bias"),
+    // The last norm of LFM2.
+    ("token_embd_norm.weight", "model.norm.weight"),
     ("output.weight", "lm_head.weight"),
 ];
 
 /// The names of modules of layers.
-const MODULES: [(&str, &str); 16] = [
+const MODULES: [(&str, &str); 19] = [
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
     ("attn_v", "self_attn.v_proj"),
@@ -123,6 +127,9 @@ const MODULES: [(&str, &str); 16] = [
     ("ffn_gate_exps", EXPERTS[0]),
     ("ffn_up_exps", EXPERTS[1]),
     ("ffn_down_exps", EXPERTS[2]),
+    ("shortconv.in_proj", "conv.in_proj"),
+    ("shortconv.conv", CONV),
+    ("shortconv.out_proj", "conv.out_proj"),
 ];
 
 /// The norms of a layer, in the order of [`Norms::names`](super::config::parts::Norms::names).
@@ -130,6 +137,9 @@ const NORMS: [&str; 4] = ["attn_norm", "post_attention_norm", "ffn_norm", "post_
 
 /// The norms of queries and keys.
 const QK_NORMS: [&str; 2] = ["attn_q_norm", "attn_k_norm"];
+
+/// The taps of a short convolution, which files have without the dim of inputs of a channel.
+const CONV: &str = "conv.conv";
 
 /// Opens a file: the config, without what the keys `ignored` say, and the weights by the names of the Hub. Where it `has_values`, the config has those of small tensors too.
 ///
@@ -142,7 +152,13 @@ pub(super) fn open(path: &Path, ignored: &[String], has_values: bool) -> Result<
     let config =
         config(metadata, ignored, &weights, has_values).with_context(|| format!("{}", path.display()))?;
     let has_head = weights.names().any(|name| name == "output.weight");
-    let weights = weights.rename(|name| renamed(name, &config))?;
+    let mut weights = weights.rename(|name| renamed(name, &config))?;
+    let taps = |name: &&str| name.ends_with(&format!(".{CONV}.weight"));
+    for name in weights.names().filter(taps).map(str::to_owned).collect::<Vec<_>>() {
+        if weights.shape(&name)?.len() == 2 {
+            weights = weights.unsqueeze(&name, 1)?;
+        }
+    }
     // A stage with the output layer reads the table by itself.
     let weights =
         if has_head { weights } else { weights.alias("model.embed_tokens.weight", "lm_head.weight")? };
@@ -232,6 +248,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     fields.extend(
         metadata.get("tokenizer.ggml.bos_token_id").and_then(plain).map(|id| ("bos_token_id".into(), id)),
     );
+    if kind == "lfm2" {
+        lfm2(&mut fields)?;
+    }
     if kind.starts_with("gemma") {
         gemma(kind, &mut fields, &number)?;
     }
@@ -275,12 +294,32 @@ fn layer_types(fields: &mut Map<String, Value>) {
     fields.insert("layer_types".into(), types);
 }
 
+/// What files of LFM2 say of layers: those without key heads are convolutions. The width of feed-forward layers is what it is.
+fn lfm2(fields: &mut Map<String, Value>) -> Result<()> {
+    fields.insert("block_auto_adjust_ff_dim".into(), json!(false));
+    let heads = fields.get("num_key_value_heads").cloned().unwrap_or_default();
+    let Value::Array(heads) = heads else { return Ok(()) };
+    let mut others = heads.iter().filter(|count| **count != json!(0));
+    let count = others.next().cloned().unwrap_or(json!(1));
+    ensure!(
+        others.all(|other| *other == count),
+        "lfm2.attention.head_count_kv has unlike numbers of key heads, which is not supported"
+    );
+    fields.insert("num_key_value_heads".into(), count);
+    let kind = |count: &Value| if *count == json!(0) { "conv" } else { "full_attention" };
+    fields.insert("layer_types".into(), heads.iter().map(kind).collect());
+    Ok(())
+}
+
 /// The name that a tensor has on the Hub, or its own if there is none.
 pub(crate) fn renamed(name: &str, config: &Config) -> String {
     if let Some((_, hub)) = TENSORS.iter().find(|(gguf, _)| *gguf == name) {
         return (*hub).to_owned();
     }
     let parts: Vec<&str> = name.split('.').collect();
+    if let &["blk", layer, "shortconv", module, "weight"] = &parts[..] {
+        return format!("model.layers.{layer}.conv.{module}.weight");
+    }
     if let &["blk", layer, module, expert, "weight"] = &parts[..] {
         return experts::renamed(layer, module, expert).unwrap_or_else(|| name.to_owned());
     }

@@ -121,17 +121,18 @@ impl FusedQkv {
             StoredName { name, within: Some(RowsOf { of: parameter.into(), rows, start }) }
         };
         vb.refuse_adapters("its projections have no layers of their own")?;
-        Self::build(in_dim, heads, bias, vb, stored, None)
+        Self::build(in_dim, (heads, 1), bias, vb, stored, None)
     }
 
     /// Like [`new`](Self::new), with the parameters of three layers of these names: `q_proj.weight` and so on, as in
-    /// Llama's files.
+    /// Llama's files. Ranks have multiples of `granule` columns of queries, if whole heads end there.
     ///
     /// # Errors
     /// Those of [`new`](Self::new).
     pub fn with_names(
         in_dim: usize,
         heads: Heads,
+        granule: usize,
         bias: bool,
         names: [&str; 3],
         vb: &MeshVarBuilder,
@@ -140,14 +141,14 @@ impl FusedQkv {
             name: format!("{}.{parameter}", names[projection]),
             within: None,
         };
-        Self::build(in_dim, heads, bias, vb, stored, Some(names))
+        Self::build(in_dim, (heads, granule), bias, vb, stored, Some(names))
     }
 
     /// Builds a layer. `stored` returns where the parameter is stored, of a name (`weight` or `bias`) and projection; it also gets the
     /// number of rows of all three, and of those before this one.
     fn build(
         in_dim: usize,
-        heads: Heads,
+        (heads, granule): (Heads, usize),
         bias: bool,
         vb: &MeshVarBuilder,
         stored: impl Fn(&str, usize, [usize; 2]) -> StoredName,
@@ -157,7 +158,7 @@ impl FusedQkv {
         let Heads { query, key_value, dim } = heads;
         let ParamPlacements { weight: at, .. } = style.layout(LayerKind::FusedQkv)?;
         let ranks = if at == Replicate { 1 } else { vb.mesh().shape()[style.axis] };
-        let width = heads.width(ranks, 1, &style, vb)?;
+        let width = heads.width(ranks, granule, &style, vb)?;
         let group = query / key_value;
         let keys = Width::new(key_value, dim);
         let sizes = style.cut(width, ranks);

@@ -333,6 +333,18 @@ impl MeshVarBuilder {
         self.build(&dims, name.into(), (init, None), placement.into(), varying)
     }
 
+    /// Like [`get`](Self::get), for sizes in units that shards do not cut, such as heads.
+    pub fn get_in_units(
+        &self,
+        dims: &[Width],
+        name: &str,
+        init: Init,
+        placement: Placement,
+        varying: bool,
+    ) -> Result<DTensor> {
+        self.build(dims, name.into(), (init, None), placement.into(), varying)
+    }
+
     /// Creates the parameter `name` of this module, sharded as `cuts` say: an axis, the dim that it shards, and the
     /// sizes of the shards if they are not the default ones. It is replicated on all other axes.
     ///

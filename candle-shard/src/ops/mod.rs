@@ -26,6 +26,7 @@ mod pixels;
 mod pointwise;
 mod pool;
 mod product;
+mod recurrent;
 mod reduce;
 mod reshape;
 mod rowwise;

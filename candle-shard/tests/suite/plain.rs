@@ -216,3 +216,35 @@ pub(crate) fn topk(x: &Tensor, k: usize) -> Result<(Tensor, Tensor)> {
     let (values, places) = x.contiguous()?.sort_last_dim(false)?;
     Ok((values.narrow(D::Minus1, 0, k)?, places.narrow(D::Minus1, 0, k)?))
 }
+
+/// The convolution of tokens `[batch, tokens + taps - 1, channels]` with taps `[channels, taps]`.
+pub(crate) fn short_conv(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    let taps = weight.dim(1)?;
+    let tokens = x.dim(1)? + 1 - taps;
+    let term = |tap: usize| x.narrow(1, tap, tokens)?.broadcast_mul(&weight.narrow(1, tap, 1)?.t()?);
+    let terms: Vec<Tensor> = (0..taps).map(term).try_collect()?;
+    Tensor::stack(&terms, 0)?.sum(0)
+}
+
+/// The gated delta rule of `[q, k, v, beta, g]`, token by token: the results, and the last states `[batch, heads, values, key, width]`.
+pub(crate) fn gated_delta_rule(x: &[Tensor], first: Option<&Tensor>) -> Result<[Tensor; 2]> {
+    let ((batch, tokens, heads, key), (_, _, _, values)) = (x[0].dims4()?, x[3].dims4()?);
+    let width = x[2].dim(3)? / values;
+    let mut state = match first {
+        Some(first) => first.clone(),
+        None => Tensor::zeros((batch, heads, values, key, width), x[0].dtype(), &Cpu)?,
+    };
+    let mut made = Vec::new();
+    for token in 0..tokens {
+        let at = |x: &Tensor| x.narrow(1, token, 1)?.squeeze(1);
+        let column = |x: &Tensor| at(x)?.reshape((batch, heads, 1, key, 1));
+        let number = |x: &Tensor| at(x)?.reshape((batch, heads, values, 1, 1));
+        let (q, k) = (column(&x[0])?, column(&x[1])?);
+        let v = at(&x[2])?.reshape((batch, heads, values, 1, width))?;
+        let kept = state.broadcast_mul(&number(&x[4])?.exp()?)?;
+        let seen = kept.broadcast_mul(&k)?.sum_keepdim(3)?;
+        state = (&kept + k.broadcast_mul(&(v - seen)?.broadcast_mul(&number(&x[3])?)?)?)?;
+        made.push(state.broadcast_mul(&q)?.sum(3)?.reshape((batch, heads, values * width))?);
+    }
+    Ok([Tensor::stack(&made, 1)?, state])
+}

@@ -196,7 +196,8 @@ fn heads_are_cut_as_those_of_floats_and_shared_where_there_are_few_of_them() {
                         names,
                         &vb(plan.clone())?.pp("at"),
                     )?;
-                    let dense = FusedQkv::with_names(hidden, heads, with_bias, names, &vb(plan)?.pp("at"))?;
+                    let dense =
+                        FusedQkv::with_names(hidden, heads, 1, with_bias, names, &vb(plan)?.pp("at"))?;
                     assert_eq!(quantized.width(), dense.width());
                     let (x, var) = DTensor::distribute(&x, &mesh, &[Replicate])?.to_var()?;
                     let loss = |parts: &[DTensor; 3]| -> Result<DTensor> {

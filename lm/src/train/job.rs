@@ -95,7 +95,7 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
         recipe.rate = recipe.rate.after(&saved.rate, start);
     }
     job::check(&folder, &files, lora.is_some(), &recipe, start)?;
-    opened::check_experts(args, &files)?;
+    opened::check_ranks(args, &files)?;
     flags.check_batch(&recipe, args.ep)?;
     let pipeline = flags.pipeline([args.pp, args.cp, args.ep, args.tp], recipe.batch)?;
     let beside = match lora {

@@ -4,10 +4,12 @@ mod cohere;
 mod deepseek;
 mod gemma;
 mod glm;
+mod lfm2;
 mod llama;
 mod minimax;
 mod olmo;
 mod qwen;
+mod qwen3_5;
 mod singles;
 
 use anyhow::{Result, ensure};
@@ -17,6 +19,7 @@ use super::fields::FieldRule::{self, Used};
 use super::fields::Fields;
 use super::parts::Parts;
 use super::rope;
+pub(in crate::config) use lfm2::plain;
 
 /// A kind of model, by the name that `model_type` has for it.
 pub(in crate::config) struct Family {
@@ -95,6 +98,8 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
         &cohere::FAMILIES,
         &deepseek::FAMILIES,
         &minimax::FAMILIES,
+        &lfm2::FAMILIES,
+        &qwen3_5::FAMILIES,
         &singles::FAMILIES,
     ];
     makers.into_iter().flatten()

@@ -8,6 +8,7 @@ use candle_core::quantized::gguf_file::Value as Stored;
 use candle_shard::nn::Scores;
 
 use crate::config::experts::Experts;
+use crate::config::mixers::MixerKind;
 use crate::config::parts::NormKind;
 use crate::config::{Config, RopeScaling};
 use crate::gguf::rope;
@@ -71,6 +72,19 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
         ("rope.dimension_count", number(config.rotary_width())),
         ("rope.freq_base", float(config.rope_theta)),
     ];
+    if let Some(taps) = parts.mixers.iter().find_map(|mixer| match mixer {
+        MixerKind::ShortConv { taps } => Some(*taps),
+        MixerKind::Attention | MixerKind::DeltaNet(_) => None,
+    }) {
+        own.push(("shortconv.l_cache", number(taps)));
+    }
+    if config.is_recurrent() {
+        // Layers without key heads are recurrent.
+        let of_layer = |mixer: &MixerKind| if mixer.is_recurrent() { 0 } else { heads.key_value };
+        let counts = parts.mixers.iter().map(|mixer| Stored::I32(of_layer(mixer) as i32)).collect();
+        own.retain(|(key, _)| *key != "attention.head_count_kv");
+        own.push(("attention.head_count_kv", Stored::Array(counts)));
+    }
     if kind == "granite" {
         let scale = parts.scores_scale.unwrap_or((heads.dim as f64).powf(-0.5));
         own.extend([

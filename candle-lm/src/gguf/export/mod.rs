@@ -18,7 +18,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_shard::nn::Heads;
 use tokenizers::Tokenizer;
 
-use super::{ARCHITECTURES, MODULES, NORMS, QK_NORMS, TENSORS, tokenizer};
+use super::{ARCHITECTURES, CONV, MODULES, NORMS, QK_NORMS, TENSORS, tokenizer};
 use crate::adapter::MergedAdapter;
 use crate::config::parts::{FUSED_GATE, Parts};
 use crate::config::tensors::ROUTER;
@@ -61,6 +61,7 @@ pub(crate) fn export(
             Ok(files.weights.read_block(part, &whole, &Device::Cpu)?.to_dtype(DType::F32)?)
         };
         let read = Tensor::cat(&parts.iter().map(read).collect::<Result<Vec<_>>>()?, 0)?;
+        let read = if name.ends_with(&format!(".{CONV}.weight")) { read.squeeze(1)? } else { read };
         let shape = read.dims().to_vec();
         // llama.cpp adds nothing to the weights of norms.
         let read =
@@ -181,7 +182,9 @@ fn named(config: &Config) -> Vec<(String, Vec<MemoryTensor>)> {
 
 /// The name that a tensor has in GGUF files.
 pub(crate) fn renamed(name: &str, kind: &str, config: &Config) -> Result<String> {
-    if let Some((gguf, _)) = TENSORS.iter().find(|(_, hub)| *hub == name) {
+    let is_other =
+        |gguf: &str| (gguf == "token_embd_norm.weight") != (kind == "lfm2") && name == "model.norm.weight";
+    if let Some((gguf, _)) = TENSORS.iter().find(|(gguf, hub)| *hub == name && !is_other(gguf)) {
         return Ok((*gguf).to_owned());
     }
     let (layer, rest) =
@@ -220,7 +223,7 @@ fn permuted(name: &str, x: &Tensor, Heads { query, key_value, dim }: Heads) -> R
 
 /// How a tensor is stored where matrices are stored as `dtype`.
 fn stored_as(name: &str, shape: &[usize], dtype: GgmlDType) -> GgmlDType {
-    let is_matrix = shape.len() > 1 && !name.contains(ROUTER);
+    let is_matrix = shape.len() > 1 && !name.contains(ROUTER) && !name.contains(CONV);
     let columns = shape.last().copied().unwrap_or(0);
     let fits = |dtype: GgmlDType| columns.is_multiple_of(dtype.block_size());
     match () {
@@ -298,7 +301,7 @@ fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
             let choice = (experts.count, experts.chosen, experts.scores, experts.groups, experts.has_bias);
             (choice, experts.hidden, experts.normalize, experts.scale as f32, experts.shared, layers)
         });
-        (windows(config), rotary, experts)
+        (windows(config), rotary, experts, config.parts.mixers.clone())
     };
     ensure!(layers(was) == layers(is), "the layers are not those of the config");
     let rest = |config: &Config| {

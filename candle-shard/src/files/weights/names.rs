@@ -189,6 +189,21 @@ impl Weights {
         Ok(self)
     }
 
+    /// Gives a tensor one more dim of size 1 before its dim `dim`, as candle does.
+    ///
+    /// # Errors
+    /// If there is no tensor `name`, it has no such dim, or it is computed from others.
+    pub fn unsqueeze(mut self, name: &str, dim: usize) -> Result<Self> {
+        let mut stored = self.stored(name)?.clone();
+        if dim > stored.shape.len() || !stored.schemes.is_empty() {
+            return Err(self.error(name, format!("cannot get one more dim before dim {dim}")));
+        }
+        stored.shape.insert(dim, 1);
+        stored.pieces.iter_mut().for_each(|piece| piece.block.insert(dim, 0..1));
+        self.tensors.insert(name.to_owned(), stored);
+        Ok(self)
+    }
+
     fn insert(&mut self, name: String, stored: StoredTensor, old: &str) -> Result<()> {
         if self.tensors.contains_key(&name) {
             return Err(self.error(&name, format!("is the new name of {old:?} and of another tensor")));

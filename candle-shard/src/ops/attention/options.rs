@@ -106,12 +106,25 @@ impl Documents {
         if end == 0 || end == ends.len() { 0..0 } else { ends[end - 1]..ends[end] }
     }
 
+    /// Returns how many tokens of its document are before each token of some elements of the batch, with `tokens` tokens each. Those
+    /// behind the last document are one document more.
+    pub(crate) fn history(&self, batch: Range<usize>, tokens: usize) -> Arc<[u32]> {
+        let before = |element: usize| {
+            let ends = &self.0[if self.0.len() == 1 { 0 } else { element }];
+            (0..tokens).map(|at| {
+                let begun = ends.partition_point(|&end| end <= at);
+                (at - begun.checked_sub(1).map_or(0, |last| ends[last])) as u32
+            })
+        };
+        batch.flat_map(before).collect()
+    }
+
     /// Returns whether each sequence has documents of its own.
     pub(super) fn differ(&self) -> bool {
         self.0.len() > 1
     }
 
-    pub(super) fn check(&self, op: &'static str, batch: usize, rows: usize) -> Result<()> {
+    pub(crate) fn check(&self, op: &'static str, batch: usize, rows: usize) -> Result<()> {
         if self.0.is_empty() || (self.0.len() != 1 && self.0.len() != batch) {
             let lists = self.0.len();
             return Error::op(

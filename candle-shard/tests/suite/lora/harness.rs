@@ -79,7 +79,7 @@ pub(crate) struct Layers {
 
 impl Layers {
     fn new(case: &Case, vb: &MeshVarBuilder) -> Result<Self> {
-        let qkv = FusedQkv::with_names(WIDTH, case.heads, true, ["q", "k", "v"], &vb.pp("block"))?;
+        let qkv = FusedQkv::with_names(WIDTH, case.heads, 1, true, ["q", "k", "v"], &vb.pp("block"))?;
         Ok(Self {
             o: Linear::new(qkv.width(), WIDTH, false, &vb.pp("block.o"))?,
             qkv,

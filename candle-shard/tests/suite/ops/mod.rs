@@ -19,6 +19,7 @@ mod matmul;
 mod names;
 mod order;
 mod pointwise;
+mod recurrent;
 mod reduce;
 mod rows;
 mod sizes;

@@ -16,7 +16,7 @@ use serde_json::Value;
 use test_utils::on_ranks;
 use test_utils::programs::refuses;
 
-use crate::lm::families::{families, write};
+use crate::lm::families::{Family, families, write};
 use crate::lm::{config, llama};
 
 /// What a batch writes on so many ranks and stages.
@@ -77,10 +77,16 @@ fn each_text_of_a_batch_is_what_it_is_alone_on_every_mesh() {
     }
 }
 
+fn has_state(family: &Family) -> bool {
+    Config::parse(&family.config.to_string()).unwrap().is_recurrent()
+}
+
 #[test]
-fn texts_of_models_with_windows_are_alike_in_batches_and_alone() {
-    for family in
-        families().models.iter().filter(|family| ["mistral", "gemma2", "gemma3"].contains(&&*family.case))
+fn texts_of_models_with_windows_and_states_are_alike_in_batches_and_alone() {
+    for family in families()
+        .models
+        .iter()
+        .filter(|family| has_state(family) || ["mistral", "gemma2", "gemma3"].contains(&&*family.case))
     {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &family.config);

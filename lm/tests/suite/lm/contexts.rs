@@ -8,6 +8,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
 use candle_dist::comm::{self, CommCounts};
 use candle_dist::{Op, RankContext};
+use candle_lm::Lm;
 use candle_lm::cache::Cache;
 use candle_lm::config::Config;
 use candle_lm::engine::ModelOptions;
@@ -20,11 +21,12 @@ use candle_lm::score::score;
 use candle_lm::score::windows::windows;
 use candle_shard::nn::MeshVarBuilder;
 use candle_shard::parallel::Shares;
-use serde_json::json;
+use serde_json::{Value, json};
 use test_utils::on_ranks;
 use test_utils::programs::refuses;
 
 use super::{assert_close, config, llama, tokens};
+use crate::lm::export::{byte_level, tokenizer};
 use crate::lm::families::{Families, Family, families, write};
 
 /// The model on `[cp, tp]` ranks, and an empty cache whose tokens are distributed.
@@ -44,6 +46,43 @@ fn model(
     Ok((model, Cache::of(&files.config, room).over(&mesh, "cp")?))
 }
 
+/// Whether some layers keep a state of the whole text, which is refused with tokens on several ranks.
+fn is_recurrent(config: &Value) -> bool {
+    Config::parse(&config.to_string()).unwrap().is_recurrent()
+}
+
+#[test]
+fn models_with_states_refuse_tokens_on_several_ranks() {
+    let models = families().models.into_iter().filter(|model| is_recurrent(&model.config));
+    let mut refused = 0;
+    for Family { case, config, .. } in models {
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), &config);
+        tokenizer(folder.path(), 37, byte_level());
+        let files = Arc::new(Files::open(folder.path()).unwrap());
+        let (path, given) = (folder.path().to_owned(), files.clone());
+        let errors = on_ranks(2, &case, move |ctx| -> anyhow::Result<[String; 4]> {
+            let said = |made: anyhow::Result<()>| format!("{:#}", made.unwrap_err());
+            let all = windows(9, 9, 9);
+            let scored = score(ctx, 1, &given, &held([2, 1]), (&[1; 9], &all), || ()).map(drop);
+            let mesh = ctx.mesh(&[("cp", 2), ("tp", 1)])?;
+            let opened = Lm::open(&path, &mesh).map(drop).map_err(anyhow::Error::from);
+            let plan = Decoder::plan(&given.config, "tp");
+            let vb = MeshVarBuilder::from_weights(given.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?;
+            let built = Decoder::new(&given.config, 8, &vb).map(drop).map_err(anyhow::Error::from);
+            let cache = Cache::of(&given.config, 8).over(&mesh, "cp").map(drop).map_err(anyhow::Error::from);
+            Ok([said(scored), said(opened), said(built), said(cache)])
+        });
+        assert_eq!(errors[0], errors[1], "{case}");
+        assert!(errors[0].iter().all(|said| said.contains("keeps a state of the whole text")), "{errors:?}");
+        let model = folder.path().to_str().unwrap();
+        let flags = ["generate", "--model", model, "--prompt", "x", "--cp", "2"];
+        refuses(llama, &[(&flags, &["--cp 2", "keeps a state", "--tp"])]);
+        refused += 1;
+    }
+    assert!(refused > 0);
+}
+
 /// A model that is cut over `[cp, ep]` ranks for tokens and experts, and over the others for layers.
 fn held([cp, ep]: [usize; 2]) -> ModelOptions {
     ModelOptions { cp, ep, ..ModelOptions::of(DType::F32) }
@@ -52,6 +91,7 @@ fn held([cp, ep]: [usize; 2]) -> ModelOptions {
 #[test]
 fn each_family_computes_the_logits_of_transformers_with_a_cache_on_several_ranks() {
     let Families { prompt, models } = families();
+    let models = models.into_iter().filter(|model| !is_recurrent(&model.config));
     for Family { case, config, logits: want, .. } in models {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &config);
@@ -83,6 +123,7 @@ fn each_family_computes_the_logits_of_transformers_with_a_cache_on_several_ranks
 #[test]
 fn each_family_decodes_the_tokens_of_transformers_with_a_cache_on_several_ranks() {
     let Families { prompt, models } = families();
+    let models = models.into_iter().filter(|model| !is_recurrent(&model.config));
     for Family { case, config, tokens, .. } in models {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &config);
@@ -145,6 +186,9 @@ fn decoded(ctx: &RankContext, path: &Path, mesh: [usize; 2]) -> anyhow::Result<(
 #[test]
 fn scores_of_texts_on_several_ranks_are_those_of_one() {
     for Family { case, config, .. } in families().models {
+        if is_recurrent(&config) {
+            continue;
+        }
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &config);
         let files = Arc::new(Files::open(folder.path()).unwrap());

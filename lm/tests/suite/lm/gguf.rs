@@ -17,7 +17,7 @@ use crate::lm::families::{Families, Family, families, greedy, logits, stored};
 use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
-const MODULES: [(&str, &str); 27] = [
+const MODULES: [(&str, &str); 30] = [
     ("token_embd", "model.embed_tokens"),
     ("output_norm", "model.norm"),
     ("output", "lm_head"),
@@ -45,6 +45,9 @@ const MODULES: [(&str, &str); 27] = [
     ("post_ffw_norm", "post_feedforward_layernorm"),
     ("post_attention_norm", "post_self_attn_layernorm"),
     ("post_ffw_norm", "post_mlp_layernorm"),
+    ("shortconv.in_proj", "conv.in_proj"),
+    ("shortconv.conv", "conv.conv"),
+    ("shortconv.out_proj", "conv.out_proj"),
 ];
 
 fn named(name: &str, has_four: bool, kind: &str) -> String {
@@ -52,6 +55,7 @@ fn named(name: &str, has_four: bool, kind: &str) -> String {
     let layer = module.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
     let inner = layer.map_or(module, |(_, inner)| inner);
     let gguf = match inner {
+        "model.norm" if kind == "lfm2" => "token_embd_norm",
         "pre_feedforward_layernorm" => "ffn_norm",
         "mlp.router" if parameter == "bias" => "exp_probs_b",
         "post_attention_layernorm"
@@ -111,6 +115,7 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
     for (name, tensor) in converted(&config) {
         let tensor = match &name {
             name if config.parts.norms_add_one && name.ends_with("norm.weight") => (tensor + 1.0).unwrap(),
+            name if name.contains("conv.conv") => tensor.squeeze(1).unwrap(),
             name if is_permuted && name.contains("q_proj") => permuted(&tensor, heads.query),
             name if is_permuted && name.contains("k_proj") => permuted(&tensor, heads.key_value),
             _ => tensor,
@@ -127,7 +132,7 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
     let mut metadata = vec![
         ("block_count", size("num_hidden_layers")),
         ("embedding_length", size("hidden_size")),
-        ("feed_forward_length", size("intermediate_size")),
+        ("feed_forward_length", Stored::U32(config.intermediate_size as u32)),
         ("context_length", size("max_position_embeddings")),
         ("attention.head_count", size("num_attention_heads")),
         ("attention.head_count_kv", size("num_key_value_heads")),
@@ -170,6 +175,13 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
             // Without the key all readers divide by the sum.
             metadata.extend((!experts.normalize).then_some(("expert_weights_norm", Stored::Bool(false))));
         }
+    }
+    if kind == "lfm2" {
+        metadata.push(("shortconv.l_cache", size("conv_L_cache")));
+        let heads = |kind: &Value| Stored::I32(if kind == "conv" { 0 } else { 2 });
+        let heads = fields["layer_types"].as_array().unwrap().iter().map(heads).collect();
+        metadata.retain(|(key, _)| *key != "attention.head_count_kv");
+        metadata.push(("attention.head_count_kv", Stored::Array(heads)));
     }
     if is_gemma || fields["layer_types"].to_string().contains("sliding") {
         metadata.push(("attention.sliding_window", size("sliding_window")));
@@ -315,6 +327,10 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         "deepseek v3 with scaled scores",
         "deepseek v2",
         "glm4 moe lite",
+        // Files of these are not read.
+        "qwen3.5",
+        "qwen3.5 with as many values",
+        "qwen3 next",
     ];
     let fits = |config: &mut Value| {
         config["intermediate_size"] = json!(64);

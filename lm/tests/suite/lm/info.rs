@@ -13,6 +13,7 @@ use lm::info::Info;
 use serde_json::{Value, json};
 
 use crate::lm::config as small;
+use crate::lm::families::families;
 
 #[test]
 fn what_each_rank_would_hold_is_what_it_holds() {
@@ -62,6 +63,23 @@ fn weights_are_counted_from_the_headers_as_ranks_hold_them() {
             }
         }
     }
+}
+
+#[test]
+fn states_are_counted_once_for_a_text_however_long_it_is() {
+    let model = families().models.into_iter().find(|model| model.case == "lfm2").unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    crate::lm::families::write(folder.path(), &model.config);
+    let files = Files::open(folder.path()).unwrap();
+    // Two of three layers keep two inputs of 32 channels, and one keys and values of 2 heads of 8 numbers.
+    let (states, keys) = (2 * 2 * 32 * 4, |room: usize| 2 * 8 * 2 * 2 * room);
+    for room in [1, 10, 1000] {
+        let bytes = memory::cache_bytes(&files.config, DType::BF16, [3, room], [1, 1]);
+        assert_eq!(bytes, 3 * (states + keys(room)));
+    }
+    let info = Info::new(&files, 2, &ModelOptions::of(DType::F32)).unwrap();
+    assert_eq!(info.state_bytes, Some(states));
+    assert!(info.to_string().contains("states of a text take 512 bytes"), "{info}");
 }
 
 #[test]

@@ -156,9 +156,10 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
             "row_update",
             "dense_update",
             "rules",
-            "adam_w cross_entropy embedding function layer_norm linear pool quantized renorm reshape rms_norm rope softmax",
+            "adam_w cross_entropy embedding function layer_norm linear pool quantized renorm reshape rms_norm rope \
+             short_conv softmax",
             "add attention embedding_bag grouped_linear masked_softmax silu_gate",
-            "flash_attn",
+            "flash_attn gated_delta_rule",
             "parts",
         ],
     ),
@@ -240,7 +241,7 @@ const CANDLE_SHARD: &[Folder] = &[
             "activation attention fallback grid group_norm halo join lookup loss operand pixels pool reduce reshape scan \
              slice unary units",
             "aliases conv cross_entropy dropout einsum embedding extreme in_place index operators pointwise scatter",
-            "compare matmul product rowwise softmax view",
+            "compare matmul product recurrent rowwise softmax view",
             "order truth",
         ],
     ),

@@ -4,6 +4,7 @@ mod images;
 mod lookup;
 mod losses;
 mod pointwise;
+mod recurrent;
 mod reduce;
 mod views;
 
@@ -64,7 +65,7 @@ macro_rules! apart {
 }
 pub(crate) use {apart, same};
 
-const TABLES: [&[Entry]; 12] = [
+const TABLES: [&[Entry]; 13] = [
     attention::OPS,
     images::OPS,
     lookup::OPS,
@@ -72,6 +73,7 @@ const TABLES: [&[Entry]; 12] = [
     pointwise::UNARY,
     pointwise::APART,
     pointwise::BINARY,
+    recurrent::OPS,
     reduce::OPS,
     reduce::APART,
     views::OPS,

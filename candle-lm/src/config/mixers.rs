@@ -1,0 +1,121 @@
+//! What mixes the tokens of a text in each layer: attention, or a layer that keeps a state.
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use super::Config;
+use super::fields::{Fields, shortened};
+
+/// What mixes the tokens of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MixerKind {
+    /// Attention, which keeps keys and values of tokens.
+    Attention,
+    /// A gated short convolution, whose state is the last inputs.
+    ShortConv {
+        /// The inputs that a token sees, its own included.
+        taps: usize,
+    },
+    /// The gated delta rule, whose state is a matrix for each value head and the last inputs of convolutions.
+    DeltaNet(DeltaHeads),
+}
+
+/// The heads of a layer with the gated delta rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaHeads {
+    /// Key heads, and query heads.
+    pub key: usize,
+    /// Value heads. Each key head serves as many, one behind another.
+    pub value: usize,
+    /// The width of a key.
+    pub key_dim: usize,
+    /// The width of a value.
+    pub value_dim: usize,
+    /// The inputs that a token sees of each channel, its own included.
+    pub taps: usize,
+    /// Whether files have the rows of all projections of a key head together.
+    pub by_key_head: bool,
+}
+
+impl DeltaHeads {
+    /// The value heads of a key head.
+    pub fn values(self) -> usize {
+        self.value / self.key.max(1)
+    }
+
+    /// The channels of all queries, which are those of all keys, and of all values.
+    pub fn channels(self) -> [usize; 2] {
+        [self.key * self.key_dim, self.value * self.value_dim]
+    }
+
+    /// How many key heads stay together on a rank, so that the columns of their values are a multiple of `granule`, if that is possible.
+    pub fn together(self, granule: usize) -> usize {
+        let width = self.values() * self.value_dim;
+        let fits = |heads: &usize| self.key.is_multiple_of(*heads) && (heads * width).is_multiple_of(granule);
+        (1..=self.key).find(fits).unwrap_or(1)
+    }
+}
+
+impl MixerKind {
+    /// Whether it keeps a state of a text in the place of keys and values of its tokens.
+    pub fn is_recurrent(self) -> bool {
+        self != Self::Attention
+    }
+
+    /// The numbers of the state of a text in 32 bits, in a model of this width.
+    pub fn state_size(self, hidden: usize) -> usize {
+        match self {
+            Self::Attention => 0,
+            Self::ShortConv { taps } => hidden.saturating_mul(taps.saturating_sub(1)),
+            Self::DeltaNet(heads) => {
+                let [keys, values] = heads.channels();
+                (2 * keys + values)
+                    .saturating_mul(heads.taps.saturating_sub(1))
+                    .saturating_add(keys.saturating_mul(values / heads.key.max(1)))
+            }
+        }
+    }
+}
+
+impl Config {
+    /// Whether some layers keep a state of a text.
+    pub fn is_recurrent(&self) -> bool {
+        self.parts.mixers.iter().any(|mixer| mixer.is_recurrent())
+    }
+
+    /// The bytes of the states of a text in all layers.
+    pub fn state_bytes(&self) -> usize {
+        let of_layer = |mixer: &MixerKind| mixer.state_size(self.hidden_size).saturating_mul(4);
+        self.parts.mixers.iter().map(of_layer).fold(0, usize::saturating_add)
+    }
+
+    /// Why the tokens of a text cannot be distributed over `cp` ranks, if they cannot.
+    pub fn refusal_of_token_ranks(&self, cp: usize) -> Option<String> {
+        let layer = self.parts.mixers.iter().position(|mixer| mixer.is_recurrent()).filter(|_| cp > 1)?;
+        Some(format!(
+            "--cp {cp}: layer {layer} of a model of the family {} keeps a state of the whole text, and each rank would have some of its \
+             tokens: leave --cp out, and give the ranks to --tp, --pp or --dp",
+            self.family
+        ))
+    }
+}
+
+impl Fields {
+    /// Reads what mixes the tokens of each layer from `layer_types`, by the names that `known` has.
+    ///
+    /// # Errors
+    /// If a name is not known, or there are not as many as layers.
+    pub(super) fn mixers(
+        &self,
+        layers: usize,
+        known: &[(&str, MixerKind)],
+    ) -> Result<Option<Vec<MixerKind>>> {
+        let Some(list) = self.get("layer_types") else { return Ok(None) };
+        let one = |value: &Value| known.iter().find(|(name, _)| value == name).map(|(_, mixer)| *mixer);
+        let mixers: Option<Vec<MixerKind>> = list.as_array().and_then(|list| list.iter().map(one).collect());
+        let names: Vec<&str> = known.iter().map(|(name, _)| *name).collect();
+        let said =
+            || format!("layer_types is {}; expected {} for each layer", shortened(list), names.join(" or "));
+        mixers.filter(|mixers| mixers.len() == layers).map(Some).with_context(said)
+    }
+}

@@ -1,0 +1,92 @@
+//! A gated short convolution in the place of attention.
+
+use candle_shard::nn::{Init, MeshVarBuilder, Width};
+use candle_shard::random::Distribution;
+use candle_shard::{DTensor, Documents, Result, Shard};
+
+use crate::cache::{self, LayerTokens};
+use crate::config::Config;
+use crate::projection::{Projection, granule, in_blocks};
+
+/// What a token adds is `out(c ⊙ conv(b ⊙ x))`, of three projections of its states.
+#[derive(Debug)]
+pub(crate) struct ShortConv {
+    b: Projection,
+    c: Projection,
+    x: Projection,
+    conv: CausalConv,
+    out: Projection,
+}
+
+impl ShortConv {
+    /// The layer at the builder's path, whose channels are cut where the output projection can be.
+    pub(crate) fn new(config: &Config, taps: usize, vb: &MeshVarBuilder) -> Result<Self> {
+        let hidden = config.hidden_size;
+        let channels = in_blocks(hidden, granule(&vb.pp("out_proj")));
+        let input = |name: &str| Projection::new(hidden, channels, false, &vb.pp(name));
+        Ok(Self {
+            b: input("b_proj")?,
+            c: input("c_proj")?,
+            x: input("x_proj")?,
+            conv: CausalConv::new(channels, taps, &vb.pp("conv"))?,
+            out: Projection::new(channels, hidden, false, &vb.pp("out_proj"))?,
+        })
+    }
+
+    /// What the layer adds to states `[batch, tokens, hidden]`.
+    pub(crate) fn forward(
+        &self,
+        x: &DTensor,
+        documents: Option<&Documents>,
+        turns: Option<Vec<LayerTokens<'_>>>,
+    ) -> Result<DTensor> {
+        let [b, c] = self.b.forward_both(&self.c, x)?;
+        let gated = b.mul(&self.x.forward(x)?)?;
+        let mixed = match turns {
+            None => self.conv.forward(&gated, documents)?,
+            Some(turns) => cache::of_each_text([&gated], cache::states(turns)?, |[gated], state| {
+                self.conv.next(gated, &mut state.slots[0])
+            })?,
+        };
+        self.out.forward(&c.mul(&mixed)?)
+    }
+}
+
+/// A causal convolution of each channel with a few taps of its own.
+#[derive(Debug)]
+pub(crate) struct CausalConv {
+    /// `[channels, 1, taps]`, as files have it.
+    weight: DTensor,
+    taps: usize,
+}
+
+impl CausalConv {
+    /// The convolution at the builder's path, cut as `channels` are.
+    pub(crate) fn new(channels: Width, taps: usize, vb: &MeshVarBuilder) -> Result<Self> {
+        let bound = 1.0 / (taps.max(1) as f64).sqrt();
+        let init = Init::Random(Distribution::Uniform { lo: -bound, up: bound });
+        let dims = [channels, 1.into(), taps.into()];
+        Ok(Self { weight: vb.get_in_units(&dims, "weight", init, Shard(0), false)?, taps })
+    }
+
+    /// Whole sequences `[batch, tokens, channels]`, which begin with nothing before them.
+    pub(crate) fn forward(&self, x: &DTensor, documents: Option<&Documents>) -> Result<DTensor> {
+        self.of(&x.pad_with_zeros(1, self.taps - 1, 0)?, documents)
+    }
+
+    /// The tokens `[1, tokens, channels]` of a text behind those whose last inputs are the state, which becomes that of these.
+    pub(crate) fn next(&self, x: &DTensor, state: &mut Option<DTensor>) -> Result<DTensor> {
+        let x = match state {
+            None => x.pad_with_zeros(1, self.taps - 1, 0)?,
+            Some(state) => DTensor::cat(&[state.clone(), x.clone()], 1)?,
+        };
+        let inputs = x.dims()[1];
+        // Of its own memory: that of a long prompt is free again.
+        *state = Some(x.narrow(1, inputs + 1 - self.taps, self.taps - 1)?.force_contiguous()?);
+        self.of(&x, None)
+    }
+
+    fn of(&self, x: &DTensor, documents: Option<&Documents>) -> Result<DTensor> {
+        x.short_conv(&self.weight.squeeze(1)?, documents)
+    }
+}
