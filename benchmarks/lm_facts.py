@@ -87,10 +87,38 @@ MIXTURES = {
     ),
 }
 
+# Mixtures that choose by sigmoids and biases, in groups, beside networks for all tokens.
+# transformers writes what is absent into the object.
+FRESH = dict(rope_type="default", rope_theta=10_000.0)
+ROUTED = {
+    "glm4 moe": (
+        "Glm4Moe",
+        dict(
+            head_dim=12, attention_bias=True, n_routed_experts=7, num_experts_per_tok=3, moe_intermediate_size=20,
+            n_shared_experts=1, routed_scaling_factor=2.5, first_k_dense_replace=1, rope_parameters=dict(FRESH),
+        ),
+    ),
+    "glm4 moe with norms and groups": (
+        "Glm4Moe",
+        dict(
+            head_dim=16, use_qk_norm=True, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=12,
+            n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=0, norm_topk_prob=False,
+            rope_parameters=dict(FRESH),
+        ),
+    ),
+    "minimax m2": (
+        "MiniMaxM2",
+        dict(
+            head_dim=12, num_local_experts=5, num_experts_per_tok=2, rope_parameters=dict(FRESH, partial_rotary_factor=0.5),
+        ),
+    ),
+}
+MIXTURES |= ROUTED
+
 # Latent attention.
 LATENTS = dict(
     num_attention_heads=3, num_key_value_heads=3, hidden_size=36, kv_lora_rank=10, q_lora_rank=14, qk_nope_head_dim=6,
-    qk_rope_head_dim=4, v_head_dim=8, rope_parameters=ROPE,
+    qk_rope_head_dim=4, v_head_dim=8, rope_parameters=dict(FRESH),
 )
 LATENT_YARN = dict(
     rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=8, beta_fast=32.0, beta_slow=1.0,
@@ -113,6 +141,36 @@ CASES |= {
         ),
     ),
     "glm4 moe lite": ("Glm4MoeLite", dict(LATENTS, mlp_layer_types=["dense", "dense"], rms_norm_eps=1e-5)),
+}
+MIXTURES |= {
+    "deepseek v3 mixture": (
+        "DeepseekV3",
+        dict(
+            LATENTS, first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=20,
+            n_shared_experts=1, n_group=4, topk_group=2, routed_scaling_factor=2.5,
+        ),
+    ),
+    "deepseek v2 mixture": (
+        "DeepseekV2",
+        dict(
+            LATENTS, first_k_dense_replace=0, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=12,
+            n_shared_experts=2, n_group=3, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=4.0,
+        ),
+    ),
+    "deepseek v2 mixture by scores": (
+        "DeepseekV2",
+        dict(
+            LATENTS, first_k_dense_replace=1, q_lora_rank=None, n_routed_experts=5, num_experts_per_tok=3,
+            moe_intermediate_size=12, n_shared_experts=1, topk_method="greedy",
+        ),
+    ),
+    "glm4 moe lite mixture": (
+        "Glm4MoeLite",
+        dict(
+            LATENTS, rms_norm_eps=1e-5, n_routed_experts=7, num_experts_per_tok=2, moe_intermediate_size=20,
+            n_shared_experts=1, routed_scaling_factor=1.8,
+        ),
+    ),
 }
 
 ROPES_PATH = PATH.with_name("ropes.json")

@@ -28,7 +28,10 @@ BATCH = [
 ]
 BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.25)
 CASES = {**lm_facts.CASES, **lm_facts.MIXTURES}
-MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights"]
+MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2"]
+
+# The routers of models in memory.
+ROUTERS = ["mlp.gate.weight"]
 
 
 def parts(name, grad, config):
@@ -43,7 +46,8 @@ def parts(name, grad, config):
         for part, rows in zip(("gate_proj", "up_proj"), grad.chunk(2, dim=-2)):
             yield stem.replace("gate_up_proj", part) + name[len(stem) :], rows
     else:
-        yield name.replace("mlp.gate.weight", "mlp.router.weight"), grad
+        router = next((old for old in ROUTERS if name.endswith(old)), None)
+        yield name.replace(router, "mlp.router.weight") if router else name, grad
 
 
 def step(case, family, fields, rows):

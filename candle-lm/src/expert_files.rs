@@ -18,10 +18,14 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
     let Some(experts) = &config.parts.experts else { return Ok(weights) };
     let names = experts.names;
     let mut weights = weights.rename(|name| {
-        let layer = |router: &str| name.strip_suffix(&format!(".{router}.weight"));
-        match layer(names.router).or_else(|| layer(ROUTER_IN_MEMORY)) {
-            Some(layer) => format!("{layer}.{ROUTER}.weight"),
-            None => name.to_owned(),
+        let layer = |parameter: &str| name.strip_suffix(&format!(".{parameter}"));
+        let weights = [names.router, ROUTER_IN_MEMORY].map(|router| format!("{router}.weight"));
+        let biases = [names.bias.to_owned(), names.bias.replace("block_sparse_moe", "mlp")];
+        let layer_of = |names: [String; 2]| names.iter().find_map(|name| layer(name));
+        match (layer_of(weights), layer_of(biases)) {
+            (Some(layer), _) => format!("{layer}.{ROUTER}.weight"),
+            (_, Some(layer)) => format!("{layer}.{ROUTER}.bias"),
+            _ => name.to_owned(),
         }
     })?;
     for layer in (0..config.num_hidden_layers).filter(|&layer| experts.are_in(layer)) {

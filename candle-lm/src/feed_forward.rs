@@ -1,4 +1,4 @@
-//! The feed-forward network of a layer: one for all tokens, or experts of which each token uses some.
+//! The feed-forward network of a layer: one for all tokens, or experts of which each token uses some, perhaps beside one for all.
 
 use candle_nn::Activation;
 use candle_shard::nn::{MeshVarBuilder, MoE, MoEConfig, Mode};
@@ -13,7 +13,16 @@ use crate::{EXPERT_AXIS, LAYER_AXIS};
 #[derive(Debug)]
 pub(crate) enum FeedForward {
     Dense(Box<Dense>),
-    Experts(Box<MoE>),
+    Experts(Box<Mixture>),
+}
+
+/// Experts, and what all tokens use beside them.
+#[derive(Debug)]
+pub(crate) struct Mixture {
+    experts: MoE,
+    shared: Option<Dense>,
+    /// The layer `[1, hidden]` whose logistic function multiplies what `shared` makes.
+    gate: Option<Projection>,
 }
 
 /// One network for all tokens.
@@ -31,45 +40,77 @@ const TOKENS: usize = 1;
 impl FeedForward {
     /// The network of this layer at the builder's path.
     pub(crate) fn new(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Self> {
-        let (hidden, parts) = (config.hidden_size, &config.parts);
-        if let Some(experts) = parts.experts(layer) {
-            return Ok(Self::Experts(Box::new(MoE::new(options(hidden, experts, vb), vb)?)));
-        }
-        let inner = in_blocks(config.intermediate_size, granule(&vb.pp("down_proj")));
-        Ok(Self::Dense(Box::new(Dense {
-            gate: Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("gate_proj"))?,
-            up: Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("up_proj"))?,
-            down: Projection::new(inner, hidden, parts.mlp_bias, &vb.pp("down_proj"))?,
-            activation: parts.activation,
+        let Some(experts) = config.parts.experts(layer) else {
+            return Ok(Self::Dense(Box::new(Dense::new(config, config.intermediate_size, vb)?)));
+        };
+        let [shared, gate] = experts.names.shared.map(|name| name.trim_start_matches("mlp."));
+        let hidden = config.hidden_size;
+        Ok(Self::Experts(Box::new(Mixture {
+            experts: MoE::new(options(hidden, experts, vb), vb)?,
+            shared: (experts.shared > 0)
+                .then(|| Dense::new(config, experts.shared, &vb.pp(shared)))
+                .transpose()?,
+            gate: experts.shared_gate.then(|| Projection::new(hidden, 1, false, &vb.pp(gate))).transpose()?,
         })))
     }
 
     /// What the network adds to the states `[batch, tokens, hidden]`.
     pub(crate) fn forward(&self, x: &DTensor) -> Result<DTensor> {
         match self {
-            Self::Dense(dense) => {
-                let Dense { gate, up, down, activation } = &**dense;
-                let [gate, up] = gate.forward_both(up, x)?;
-                down.forward(&match activation {
-                    Activation::Silu => gate.silu_gate(&up)?,
-                    other => gate.activation(*other)?.mul(&up)?,
-                })
+            Self::Dense(dense) => dense.forward(x),
+            Self::Experts(mixture) => mixture.forward(x),
+        }
+    }
+}
+
+impl Dense {
+    fn new(config: &Config, inner: usize, vb: &MeshVarBuilder) -> Result<Self> {
+        let (hidden, parts) = (config.hidden_size, &config.parts);
+        let inner = in_blocks(inner, granule(&vb.pp("down_proj")));
+        Ok(Self {
+            gate: Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("gate_proj"))?,
+            up: Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("up_proj"))?,
+            down: Projection::new(inner, hidden, parts.mlp_bias, &vb.pp("down_proj"))?,
+            activation: parts.activation,
+        })
+    }
+
+    fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        let [gate, up] = self.gate.forward_both(&self.up, x)?;
+        self.down.forward(&match self.activation {
+            Activation::Silu => gate.silu_gate(&up)?,
+            other => gate.activation(other)?.mul(&up)?,
+        })
+    }
+}
+
+impl Mixture {
+    fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        let routed = match routed(x)? {
+            None => self.experts.forward(x, Mode::Eval)?.output,
+            Some(cut) => {
+                let made = self.experts.forward(&x.redistribute(&cut)?, Mode::Eval)?.output;
+                made.redistribute(x.placements())?
             }
-            Self::Experts(experts) => match routed(x)? {
-                None => Ok(experts.forward(x, Mode::Eval)?.output),
-                Some(cut) => {
-                    let made = experts.forward(&x.redistribute(&cut)?, Mode::Eval)?.output;
-                    made.redistribute(x.placements())
-                }
-            },
+        };
+        let Some(shared) = &self.shared else { return Ok(routed) };
+        let made = shared.forward(x)?;
+        match &self.gate {
+            Some(gate) => routed.add(&made.mul(gate.forward(x)?.sigmoid()?)?),
+            None => routed.add(&made),
         }
     }
 }
 
 /// The options of a layer of experts, which are distributed over one axis and cut over another, as far as the mesh has them.
 fn options(width: usize, experts: &Experts, vb: &MeshVarBuilder) -> MoEConfig {
-    let options =
-        MoEConfig::new(width, experts.hidden, experts.count, experts.chosen).normalize(experts.normalize);
+    let options = MoEConfig::new(width, experts.hidden, experts.count, experts.chosen)
+        .scores(experts.scores)
+        .groups(experts.groups)
+        .bias(experts.has_bias)
+        .normalize(experts.normalize)
+        .normalize_epsilon(experts.normalize_epsilon)
+        .scale(experts.scale);
     let has = |axis| vb.mesh().axis_index(axis).is_ok();
     let options = if has(EXPERT_AXIS) { options.expert_axis(EXPERT_AXIS) } else { options };
     if has(LAYER_AXIS) { options.tensor_axis(LAYER_AXIS) } else { options }

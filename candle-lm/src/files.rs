@@ -18,6 +18,7 @@ use wildmatch::WildMatch;
 
 use crate::adapter;
 use crate::chat::{self, ChatTemplate};
+use crate::config::tensors::CHOICE_BIAS;
 use crate::config::{Config, GenerationConfig, wrapper};
 use crate::special_tokens::SpecialTokens;
 use crate::{expert_files, gguf, tokens};
@@ -154,7 +155,8 @@ impl Files {
     /// If there is one that models are not computed in; it is named.
     pub fn dtype(&self) -> Result<DType> {
         let mut stored: Option<DType> = None;
-        for (name, _) in self.config.tensors() {
+        let tensors = self.config.tensors().into_iter();
+        for (name, _) in tensors.filter(|(name, _)| !name.ends_with(CHOICE_BIAS)) {
             let dtype = self.weights.dtype(&name)?;
             if self.config.quantization.is_some()
                 && self.weights.stored_as(&name)?.0 != dtype.as_str().to_uppercase()

@@ -8,7 +8,7 @@ use candle_shard::kernels::QuantizedMatrix;
 use candle_shard::nn::Heads;
 
 use crate::config::Config;
-use crate::config::tensors::EXPERTS;
+use crate::config::tensors::{CHOICE_BIAS, EXPERTS};
 use crate::engine::ModelOptions;
 use crate::files::Files;
 
@@ -42,7 +42,7 @@ pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp
 }
 
 /// The matrices that each rank has whole.
-const WHOLE: [&str; 3] = ["router", "q_a_proj", "kv_a_proj_with_mqa"];
+const WHOLE: [&str; 4] = ["router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"];
 
 /// The projections whose outputs are cut.
 const CUT: [&str; 5] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
@@ -69,6 +69,8 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
             Some(blocks) if shape.len() >= 2 => {
                 (count / blocks.block_size()).saturating_mul(blocks.type_size())
             }
+            // The bias of a choice has 32 bits.
+            _ if name.ends_with(CHOICE_BIAS) => count.saturating_mul(4),
             _ => count.saturating_mul(held.dtype.size_in_bytes()),
         };
         let module = name.rsplit('.').nth(1).unwrap_or_default();

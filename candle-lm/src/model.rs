@@ -61,6 +61,10 @@ const PLAN: [(&str, WeightCut); 7] = [
     ("lm_head", WeightCut::Joined),
 ];
 
+/// The layers of a network that all tokens use beside their experts.
+const FEED_FORWARD: [(&str, WeightCut); 3] =
+    [("gate_proj", WeightCut::Columns), ("up_proj", WeightCut::Columns), ("down_proj", WeightCut::Rows)];
+
 impl Decoder {
     /// The model at the builder's path, for sequences of up to `longest` tokens, with the parameters that the Hub's
     /// files have.
@@ -92,7 +96,13 @@ impl Decoder {
         let query = config.parts.latent.and_then(|widths| widths.query).map_or(0, |_| 1);
         let latent = [LATENT[query], LATENT[2]].into_iter().filter(|_| is_latent);
         let latent = latent.map(|module| (module, WeightCut::Columns));
-        PLAN.into_iter().filter(|(module, _)| is_there(module)).chain(latent).fold(
+        let modules = PLAN.into_iter().filter(|(module, _)| is_there(module)).chain(latent);
+        let shared = config.parts.experts.iter().filter(|experts| experts.shared > 0);
+        let shared = shared.flat_map(|experts| {
+            let network = format!("model.layers.*.{}", experts.names.shared[0]);
+            FEED_FORWARD.map(|(part, cut)| (format!("{network}.{part}"), cut))
+        });
+        modules.map(|(module, cut)| (module.to_owned(), cut)).chain(shared).fold(
             Plan::new(axis),
             |plan, (module, cut)| match cut {
                 WeightCut::Columns => plan.with(module, ColwiseParallel::default()),

@@ -12,7 +12,7 @@ use candle_shard::regular;
 use serde_json::{Map, Value, json};
 
 use crate::config::Config;
-use crate::config::experts::{Experts, MIXTRAL};
+use crate::config::experts::Experts;
 use crate::config::parts::Parts;
 use crate::tokens;
 
@@ -45,8 +45,7 @@ pub fn config() -> Config {
 pub fn mixture() -> Config {
     let mixture = config();
     let (count, chosen, hidden) = (8, 2, mixture.intermediate_size);
-    let experts =
-        Experts { count, chosen, hidden, normalize: true, layers: Vec::new(), balance: 0.0, names: &MIXTRAL };
+    let experts = Experts { count, chosen, hidden, ..Experts::default() };
     let windows = vec![None; mixture.num_hidden_layers];
     Config {
         parts: Parts { experts: Some(experts), windows, ..Parts::default() },
@@ -127,7 +126,7 @@ fn weights(
     let mut tensors = HashMap::new();
     for (name, shape) in config.stored() {
         let tensor = match shape[..] {
-            [width] if name.ends_with(".bias") || config.parts.norms_add_one => {
+            [width] if name.ends_with("bias") || config.parts.norms_add_one => {
                 Tensor::zeros(width, dtype, &Device::Cpu)?
             }
             [width] => Tensor::ones(width, dtype, &Device::Cpu)?,

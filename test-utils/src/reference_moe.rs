@@ -70,9 +70,11 @@ pub(crate) struct MoeLayer {
     config: MoEConfig,
     bias: Vec<f64>,
     router: Tensor,
+    logit_bias: Option<Tensor>,
     /// Gate, up and down.
     experts: [Tensor; 3],
     shared: Option<[Tensor; 3]>,
+    shared_gate: Option<Tensor>,
 }
 
 impl MoeLayer {
@@ -97,13 +99,24 @@ impl MoeLayer {
                 draw("shared_experts.down_proj.weight", &[width, hidden])?,
             ]),
         };
-        Ok(Self { config: config.clone(), bias: vec![0.0; experts], router, experts: of_experts, shared })
+        let shared_gate =
+            config.shared_gate.then(|| draw("shared_expert_gate.weight", &[1, width])).transpose()?;
+        // A layer draws it with the bound of the router's weight.
+        let bound = 1.0 / (width as f64).sqrt();
+        let uniform = Distribution::Uniform { lo: -bound, up: bound };
+        let logit_bias = || params.draw(format!("{prefix}router.logit_bias"), &[experts], uniform);
+        let logit_bias = config.logit_bias.then(logit_bias).transpose()?;
+        let (config, bias) = (config.clone(), vec![0.0; experts]);
+        Ok(Self { config, bias, router, logit_bias, experts: of_experts, shared, shared_gate })
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Made> {
         let config = &self.config;
         let flat = x.reshape(((), config.width))?;
-        let logits = flat.matmul(&self.router.t()?)?;
+        let mut logits = flat.matmul(&self.router.t()?)?;
+        if let Some(bias) = &self.logit_bias {
+            logits = logits.broadcast_add(bias)?;
+        }
         let scores = match config.scores {
             Scores::Softmax => candle_nn::ops::softmax(&logits, D::Minus1)?,
             Scores::Sigmoid => candle_nn::ops::sigmoid(&logits)?,
@@ -115,7 +128,8 @@ impl MoeLayer {
         let indexes = Tensor::from_vec(indexes, (chosen.len(), config.top_k), x.device())?;
         let mut weights = scores.gather(&indexes, 1)?;
         if config.normalize {
-            weights = weights.broadcast_div(&weights.sum_keepdim(1)?)?;
+            let sums = (weights.sum_keepdim(1)? + config.normalize_epsilon)?;
+            weights = weights.broadcast_div(&sums)?;
         }
         weights = (weights * config.scale)?;
         let mut output = flat.zeros_like()?;
@@ -128,7 +142,12 @@ impl MoeLayer {
             output = (output + gated(&flat, [&gate?, &up?, &down?])?.broadcast_mul(&weight)?)?;
         }
         if let Some([gate, up, down]) = &self.shared {
-            output = (output + gated(&flat, [gate, up, down])?)?;
+            let made = gated(&flat, [gate, up, down])?;
+            let made = match &self.shared_gate {
+                Some(gate) => made.broadcast_mul(&candle_nn::ops::sigmoid(&flat.matmul(&gate.t()?)?)?)?,
+                None => made,
+            };
+            output = (output + made)?;
         }
         let mut counts = vec![0; config.experts];
         chosen.iter().flatten().for_each(|&expert| counts[expert] += 1);
@@ -149,7 +168,7 @@ impl MoeLayer {
             let size = values.len() / groups.count;
             let worth = |group: usize| {
                 let members = sorted((group * size..(group + 1) * size).collect(), &|i| values[i]);
-                members.iter().take(2).map(|&i| values[i]).sum()
+                members.iter().take(groups.best).map(|&i| values[i]).sum()
             };
             let best = sorted((0..groups.count).collect(), &worth);
             allowed.retain(|i| best[..groups.chosen].contains(&(i / size)));

@@ -1,11 +1,12 @@
 //! Layers with experts: the fields that describe them, and the names that they have in files.
 
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
+use candle_shard::nn::{ExpertGroups, Scores};
+use serde_json::{Value, json};
 
 use super::fields::FieldRule::{self, Harmless, Only, Used};
-use super::fields::Plain::{True, Zero};
-use super::fields::{Fields, shortened};
+use super::fields::Plain::{Text, True, Zero};
+use super::fields::{Fields, joined, shortened};
 
 /// The experts of a model, which replace the feed-forward networks of some layers.
 #[derive(Clone, Debug, PartialEq)]
@@ -16,8 +17,22 @@ pub struct Experts {
     pub chosen: usize,
     /// The width inside an expert.
     pub hidden: usize,
+    /// How the logits of the router become scores.
+    pub scores: Scores,
+    /// Groups of experts that are chosen first.
+    pub groups: Option<ExpertGroups>,
+    /// Whether a bias is added to the scores for the choice alone.
+    pub has_bias: bool,
     /// Whether the weights of a token's experts are divided by their sum.
     pub normalize: bool,
+    /// What is added to that sum.
+    pub normalize_epsilon: f64,
+    /// A factor of the weights.
+    pub scale: f64,
+    /// The width of the network that all tokens use beside their experts; 0 for none.
+    pub shared: usize,
+    /// Whether a gate multiplies what that network makes of a token.
+    pub shared_gate: bool,
     /// Whether each layer has experts; all have without a list.
     pub layers: Vec<bool>,
     /// The factor of the loss that grows where some experts are chosen more often than others, in training; 0 for none.
@@ -31,22 +46,38 @@ pub struct Experts {
 pub struct ExpertNames {
     /// The module of the router.
     pub router: &'static str,
+    /// The bias of the choice.
+    pub bias: &'static str,
     /// The module whose children are the experts, by their numbers.
     pub experts: &'static str,
     /// The layers of an expert: gate, up and down.
     pub layers: [&'static str; 3],
+    /// The network that all tokens use, and the module of its gate, as layers call them too.
+    pub shared: [&'static str; 2],
 }
 
 /// The names of Mixtral's files.
 pub static MIXTRAL: ExpertNames = ExpertNames {
     router: "block_sparse_moe.gate",
+    bias: "block_sparse_moe.e_score_correction_bias",
     experts: "block_sparse_moe.experts",
     layers: ["w1", "w3", "w2"],
+    shared: SHARED,
 };
 
 /// The names of the files of Qwen's mixtures.
-pub static QWEN: ExpertNames =
-    ExpertNames { router: "mlp.gate", experts: "mlp.experts", layers: ["gate_proj", "up_proj", "down_proj"] };
+pub static QWEN: ExpertNames = ExpertNames {
+    router: "mlp.gate",
+    bias: "mlp.gate.e_score_correction_bias",
+    experts: "mlp.experts",
+    layers: ["gate_proj", "up_proj", "down_proj"],
+    shared: ["mlp.shared_expert", "mlp.shared_expert_gate"],
+};
+
+/// The names of the files of DeepSeek's mixtures, and of others that are made like them.
+pub static DEEPSEEK: ExpertNames = ExpertNames { shared: SHARED, ..QWEN };
+
+const SHARED: [&str; 2] = ["mlp.shared_experts", "mlp.shared_expert_gate"];
 
 /// The fields of routers that all mixtures have.
 pub(super) const ROUTER: [(&str, FieldRule); 4] = [
@@ -57,36 +88,72 @@ pub(super) const ROUTER: [(&str, FieldRule); 4] = [
     ("router_aux_loss_coef", Used),
 ];
 
-pub(super) const MIXTRAL_FIELDS: [(&str, FieldRule); 7] = [
-    ("norm_topk_prob", Only(True)),
-    ("router_jitter_noise", Only(Zero)),
-    ("sliding_window", Used),
-    ROUTER[0],
-    ROUTER[1],
-    ROUTER[2],
-    ROUTER[3],
-];
+pub(super) const MIXTRAL_FIELDS: [(&str, FieldRule); 7] = joined(
+    ROUTER,
+    [("norm_topk_prob", Only(True)), ("router_jitter_noise", Only(Zero)), ("sliding_window", Used)],
+);
 
-pub(super) const QWEN_FIELDS: [(&str, FieldRule); 14] = [
-    ("attention_bias", Used),
-    ("decoder_sparse_step", Used),
-    ("max_window_layers", Harmless),
-    ("mlp_only_layers", Used),
+pub(super) const QWEN_FIELDS: [(&str, FieldRule); 14] = joined(
+    ROUTER,
+    [
+        ("attention_bias", Used),
+        ("decoder_sparse_step", Used),
+        ("max_window_layers", Harmless),
+        ("mlp_only_layers", Used),
+        ("moe_intermediate_size", Used),
+        ("norm_topk_prob", Used),
+        // What transformers 4 calls num_local_experts.
+        ("num_experts", Used),
+        ("sliding_window", Used),
+        ("use_qk_norm", Only(True)),
+        ("use_sliding_window", Used),
+    ],
+);
+
+/// The fields of mixtures that are made like DeepSeek's.
+pub(super) const DEEPSEEK_FIELDS: [(&str, FieldRule); 15] = [
+    ("first_k_dense_replace", Used),
+    ("mlp_layer_types", Used),
     ("moe_intermediate_size", Used),
+    ("n_group", Used),
+    ("n_routed_experts", Used),
+    ("n_shared_experts", Used),
     ("norm_topk_prob", Used),
-    // What transformers 4 calls num_local_experts.
-    ("num_experts", Used),
-    ("sliding_window", Used),
-    ("use_qk_norm", Only(True)),
-    ("use_sliding_window", Used),
-    ROUTER[0],
-    ROUTER[1],
-    ROUTER[2],
-    ROUTER[3],
+    ("num_experts_per_tok", Used),
+    ("num_local_experts", Used),
+    ("num_nextn_predict_layers", Used),
+    // The loss has no term for the balance, whatever they say.
+    ("output_router_logits", Harmless),
+    ("router_aux_loss_coef", Harmless),
+    ("routed_scaling_factor", Used),
+    ("scoring_func", Only(Text("sigmoid"))),
+    ("topk_group", Used),
 ];
 
 /// The most experts of a layer.
 const MOST: usize = 1 << 16;
+
+/// Those of Mixtral.
+impl Default for Experts {
+    fn default() -> Self {
+        Self {
+            count: 8,
+            chosen: 2,
+            hidden: 14336,
+            scores: Scores::Softmax,
+            groups: None,
+            has_bias: false,
+            normalize: true,
+            normalize_epsilon: 0.0,
+            scale: 1.0,
+            shared: 0,
+            shared_gate: false,
+            layers: Vec::new(),
+            balance: 0.0,
+            names: &MIXTRAL,
+        }
+    }
+}
 
 impl Experts {
     /// Whether a layer has experts.
@@ -96,21 +163,19 @@ impl Experts {
 
     /// Reads the number of experts and of those that a token uses; without a field these are `absent`.
     fn read(fields: &Fields, absent: [usize; 2], hidden: usize, names: &'static ExpertNames) -> Result<Self> {
-        let counts = ["num_local_experts", "num_experts"].map(|name| fields.optional_size(name, MOST));
-        let [local, all] = counts;
-        let (local, all) = (local?, all?);
-        ensure!(
-            local.is_none() || all.is_none() || local == all,
-            "num_local_experts is {} and num_experts is {}; expected one number",
-            local.unwrap_or(0),
-            all.unwrap_or(0)
-        );
-        let count = local.or(all).unwrap_or(absent[0]);
+        let mut said = Vec::new();
+        for name in ["num_local_experts", "num_experts", "n_routed_experts"] {
+            said.extend(fields.optional_size(name, MOST)?.map(|count| (name, count)));
+        }
+        if let [(first, count), (other, unlike), ..] = said[..] {
+            ensure!(count == unlike, "{first} is {count} and {other} is {unlike}; expected one number");
+        }
+        let count = said.first().map_or(absent[0], |(_, count)| *count);
         let chosen = fields.optional_size("num_experts_per_tok", MOST)?.unwrap_or(absent[1]);
         ensure!(chosen <= count, "num_experts_per_tok is {chosen}, and there are {count} experts");
         let factor = fields.factor("router_aux_loss_coef")?.unwrap_or(0.001);
         let balance = if fields.switch("output_router_logits")? { factor } else { 0.0 };
-        Ok(Self { count, chosen, hidden, normalize: true, layers: Vec::new(), balance, names })
+        Ok(Self { count, chosen, hidden, balance, names, ..Self::default() })
     }
 
     /// Those of Mixtral, in all layers.
@@ -135,4 +200,70 @@ impl Experts {
         let normalize = fields.switch("norm_topk_prob")?;
         Ok(Self { normalize, layers: sparse, ..Self::read(fields, [128, 8], hidden, &QWEN)? })
     }
+
+    /// Those of mixtures that are made like DeepSeek's, in all `layers` layers but the first ones.
+    pub(super) fn deepseek(fields: &Fields, layers: usize) -> Result<Self> {
+        let size = |name, absent| Ok::<_, anyhow::Error>(fields.optional_size(name, MOST)?.unwrap_or(absent));
+        let hidden = fields.optional_size("moe_intermediate_size", super::MOST)?.unwrap_or(1408);
+        let read = Self::read(fields, [128, 8], hidden, &DEEPSEEK)?;
+        let groups = ExpertGroups { count: size("n_group", 1)?, chosen: size("topk_group", 1)?, best: 2 };
+        let Self { count, chosen, .. } = read;
+        ensure!(
+            count.is_multiple_of(groups.count)
+                && groups.chosen <= groups.count
+                && chosen <= count / groups.count * groups.chosen,
+            "n_group is {} and topk_group is {}; expected groups of equal size of the {count} experts, and {chosen} experts in those \
+             that are chosen",
+            groups.count,
+            groups.chosen
+        );
+        // Without the field there is one, and null says that there is none.
+        let shared = match fields.get("n_shared_experts") {
+            Some(value) if *value == json!(0) => 0,
+            None if fields.has("n_shared_experts") => 0,
+            _ => hidden.saturating_mul(size("n_shared_experts", 1)?),
+        };
+        Ok(Self {
+            scores: Scores::Sigmoid,
+            groups: (groups.count > 1).then_some(groups),
+            has_bias: true,
+            normalize: fields.switch_or("norm_topk_prob", true)?,
+            normalize_epsilon: 1e-20,
+            scale: fields.optional_positive("routed_scaling_factor")?.unwrap_or(1.0),
+            shared,
+            layers: sparse_layers(fields, layers)?,
+            balance: 0.0,
+            ..read
+        })
+    }
+
+    /// Those of MiniMax, in all layers.
+    pub(super) fn minimax(fields: &Fields) -> Result<Self> {
+        let read = Self::read(fields, [256, 8], fields.size("intermediate_size", super::MOST)?, &MIXTRAL)?;
+        Ok(Self { scores: Scores::Sigmoid, has_bias: true, ..read })
+    }
+}
+
+/// Which layers have experts, where the first ones have none: a list says it, or how many there are.
+fn sparse_layers(fields: &Fields, layers: usize) -> Result<Vec<bool>> {
+    if let Some(list) = fields.get("mlp_layer_types") {
+        let one = |value: &Value| match value.as_str() {
+            Some("dense") => Some(false),
+            Some("sparse" | "moe") => Some(true),
+            _ => None,
+        };
+        let types: Option<Vec<bool>> = list.as_array().and_then(|list| list.iter().map(one).collect());
+        let types = types.filter(|types| types.len() == layers);
+        return types.with_context(|| {
+            format!(
+                "mlp_layer_types is {}; expected dense or sparse for each of {layers} layers",
+                shortened(list)
+            )
+        });
+    }
+    let dense = match fields.get("first_k_dense_replace") {
+        Some(value) if *value == json!(0) => 0,
+        _ => fields.optional_size("first_k_dense_replace", super::MOST_LAYERS)?.unwrap_or(1),
+    };
+    Ok((0..layers).map(|layer| layer >= dense).collect())
 }

@@ -120,7 +120,7 @@ pub(super) fn share(fields: &Fields) -> Result<f64> {
     let name = "partial_rotary_factor";
     let inside = forms(fields, "full_attention")?.into_iter().filter_map(|(_, form)| form.get(name));
     let said: Vec<&Value> = inside.chain(fields.get(name)).filter(|share| !share.is_null()).collect();
-    let Some(&first) = said.first() else { return Ok(1.0) };
+    let Some(&first) = said.first() else { return absent_share(fields) };
     if let Some(unlike) = said.iter().find(|share| share.as_f64() != first.as_f64()) {
         bail!("{name} is {first} and {unlike}; leave the right one");
     }
@@ -133,6 +133,20 @@ pub(super) fn share(fields: &Fields) -> Result<f64> {
         fields.family.model_type
     );
     Ok(share)
+}
+
+/// The share without the field: that of the family, or what `rotary_dim` says.
+fn absent_share(fields: &Fields) -> Result<f64> {
+    let absent = fields.family.absent;
+    let Some(width) = fields.optional_size("rotary_dim", super::MOST)? else {
+        return Ok(absent.rotary_share);
+    };
+    let dim = match fields.optional_size("head_dim", super::MOST)?.or(absent.head_dim) {
+        Some(dim) => dim,
+        None => fields.size("hidden_size", super::MOST)? / fields.size("num_attention_heads", super::MOST)?,
+    };
+    ensure!(width <= dim, "rotary_dim is {width}, and heads are {dim} wide");
+    Ok(width as f64 / dim as f64)
 }
 
 /// The objects that describe rotary positions; where there are two kinds of layers, those of `layers`.

@@ -11,6 +11,8 @@ type Tensor = (String, Vec<usize>);
 
 /// What layers call the router and the stacked weights of experts, within a layer.
 pub(crate) const ROUTER: &str = "mlp.router";
+/// The bias of the choice of experts, within a layer. Ranks hold it as f32.
+pub(crate) const CHOICE_BIAS: &str = "mlp.router.bias";
 /// Gate, up and down.
 pub(crate) const EXPERTS: [&str; 3] =
     ["mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj"];
@@ -28,6 +30,11 @@ impl Config {
         }
         (0..self.num_hidden_layers).for_each(|layer| tensors.extend(self.of_layer(layer)));
         tensors
+    }
+
+    /// The name and shape of every tensor that a training changes: all but the biases of choices, which have no gradients.
+    pub(crate) fn learned(&self) -> Vec<Tensor> {
+        self.tensors().into_iter().filter(|(name, _)| !name.ends_with(CHOICE_BIAS)).collect()
     }
 
     fn of_layer(&self, layer: usize) -> Vec<Tensor> {
@@ -56,8 +63,22 @@ impl Config {
             tensors.push((named(name, "weight"), vec![rows, columns]));
             tensors.extend(has_bias.then(|| (named(name, "bias"), vec![rows])));
         }
-        if let Some(Experts { count, hidden: inner, .. }) = experts {
+        if let Some(Experts { count, hidden: inner, has_bias, shared, shared_gate, names, .. }) = experts {
             tensors.push((named(ROUTER, "weight"), vec![*count, hidden]));
+            tensors.extend(has_bias.then(|| (named(ROUTER, "bias"), vec![*count])));
+            let [module, gate] = names.shared;
+            if *shared > 0 {
+                let shapes = [
+                    ("gate_proj", [*shared, hidden]),
+                    ("up_proj", [*shared, hidden]),
+                    ("down_proj", [hidden, *shared]),
+                ];
+                let of = |(part, shape): (&str, [usize; 2])| {
+                    (named(&format!("{module}.{part}"), "weight"), shape.into())
+                };
+                tensors.extend(shapes.map(of));
+                tensors.extend(shared_gate.then(|| (named(gate, "weight"), vec![1, hidden])));
+            }
             let shapes = [[*inner, hidden], [*inner, hidden], [hidden, *inner]];
             let name = |name: &str| format!("model.layers.{layer}.{name}");
             tensors.extend(
@@ -131,9 +152,11 @@ impl Config {
 
     /// The name that a tensor has in files, if it is there by itself.
     pub fn stored_name(&self, name: &str) -> String {
-        let router = format!(".{ROUTER}.weight");
-        match (name.strip_suffix(&router), &self.parts.experts) {
-            (Some(layer), Some(experts)) => format!("{layer}.{}.weight", experts.names.router),
+        let Some(experts) = &self.parts.experts else { return name.to_owned() };
+        let layer = |parameter: &str| name.strip_suffix(&format!(".{ROUTER}.{parameter}"));
+        match (layer("weight"), layer("bias")) {
+            (Some(layer), _) => format!("{layer}.{}.weight", experts.names.router),
+            (_, Some(layer)) => format!("{layer}.{}", experts.names.bias),
             _ => name.to_owned(),
         }
     }

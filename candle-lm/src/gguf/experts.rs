@@ -8,12 +8,22 @@ use super::{Metadata, plain};
 use crate::config::MOST_LAYERS;
 use crate::config::experts::MIXTRAL;
 
-/// The keys that [`fields`] reads beside those that are fields, all after the name of the architecture, and the only value
-/// that is supported: softmax for the scores, and no experts that all tokens use.
-const ONLY: [(&str, u64); 2] = [("expert_gating_func", 1), ("expert_shared_count", 0)];
+/// How logits become scores, after the name of the architecture: 1 for the softmax, and 2 for the logistic function.
+const SCORES: &str = "expert_gating_func";
 
-/// Their names.
-pub(super) const KEYS: [&str; 2] = [ONLY[0].0, ONLY[1].0];
+/// The keys that [`fields`] reads beside those that are fields.
+pub(super) const KEYS: [&str; 1] = [SCORES];
+
+/// Keys of mixtures that are made like DeepSeek's, the fields that they stand for, and the values with which they mean nothing in
+/// another one, as zeros do.
+const IDLE: [(&str, &str, u64); 6] = [
+    ("expert_weights_scale", "routed_scaling_factor", 1),
+    ("expert_shared_count", "n_shared_experts", 0),
+    ("expert_group_count", "n_group", 1),
+    ("expert_group_used_count", "topk_group", 1),
+    ("leading_dense_block_count", "first_k_dense_replace", 0),
+    ("nextn_predict_layers", "num_nextn_predict_layers", 0),
+];
 
 /// Changes the fields to those that a `config.json` would have.
 ///
@@ -25,13 +35,19 @@ pub(super) fn fields(
     weights: &Weights,
     fields: &mut Map<String, Value>,
 ) -> Result<()> {
-    for (key, only) in ONLY {
-        let value = metadata.get(&format!("{kind}.{key}")).and_then(plain);
-        ensure!(
-            value.as_ref().is_none_or(|value| *value == json!(only)),
-            "{kind}.{key} is {}, and only {only} is supported",
-            value.unwrap_or_default()
-        );
+    let only = if ["glm4moe", "minimax-m2"].contains(&kind) { 2 } else { 1 };
+    let value = metadata.get(&format!("{kind}.{SCORES}")).and_then(plain);
+    ensure!(
+        value.as_ref().is_none_or(|value| *value == json!(only)),
+        "{kind}.{SCORES} is {}, and only {only} is supported",
+        value.unwrap_or_default()
+    );
+    if kind != "glm4moe" {
+        for (key, name, idle) in IDLE {
+            let Some(value) = fields.remove(name) else { continue };
+            let is_idle = value.as_f64().is_some_and(|value| value == 0.0 || value == idle as f64);
+            ensure!(is_idle, "{kind}.{key} is {value}, and only {idle} is supported");
+        }
     }
     // Files of models without experts may say that there are none.
     for name in ["num_local_experts", "num_experts_per_tok"] {
@@ -50,6 +66,31 @@ pub(super) fn fields(
                 normalize.as_ref().is_none_or(|value| *value == json!(true)),
                 "{kind}.expert_weights_norm is false, and only true is supported"
             );
+        }
+        "minimax-m2" => {
+            // What is said of layers without experts, which there are none of.
+            if let Some(inner) = fields.remove("moe_intermediate_size") {
+                fields.insert("intermediate_size".into(), inner);
+            }
+            let normalize = fields.remove("norm_topk_prob");
+            ensure!(
+                normalize.as_ref().is_none_or(|value| *value == json!(true)),
+                "{kind}.expert_weights_norm is false, and only true is supported"
+            );
+        }
+        "glm4moe" => {
+            // Without the keys, which llama.cpp takes as off.
+            for (name, absent) in [("norm_topk_prob", json!(false)), ("num_nextn_predict_layers", json!(0))] {
+                fields.entry(name).or_insert(absent);
+            }
+            for name in ["first_k_dense_replace", "n_shared_experts"] {
+                fields.entry(name).or_insert(json!(0));
+            }
+            // The layers that predict further tokens are counted with the others.
+            let number = |name: &str| fields.get(name).and_then(Value::as_u64).unwrap_or(0);
+            let layers = number("num_hidden_layers").saturating_sub(number("num_nextn_predict_layers"));
+            fields.insert("num_hidden_layers".into(), json!(layers));
+            fields.insert("use_qk_norm".into(), json!(weights.contains_tensor("blk.0.attn_q_norm.weight")));
         }
         "qwen3moe" => {
             // Which llama.cpp takes for granted.

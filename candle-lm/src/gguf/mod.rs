@@ -24,7 +24,7 @@ use super::config::unknown::UnknownFields;
 type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and which elements of a head are turned together.
-const ARCHITECTURES: [(&str, &str, RopePairs); 10] = [
+const ARCHITECTURES: [(&str, &str, RopePairs); 12] = [
     // The rows of queries and keys are permuted so that neighbors are turned together.
     ("llama", "llama", RopePairs::Neighbors),
     ("smollm3", "smollm3", RopePairs::Neighbors),
@@ -36,10 +36,12 @@ const ARCHITECTURES: [(&str, &str, RopePairs); 10] = [
     ("gemma3", "gemma3_text", RopePairs::Halves),
     ("phi3", "phi3", RopePairs::Halves),
     ("olmo2", "olmo2", RopePairs::Halves),
+    ("glm4moe", "glm4_moe", RopePairs::Halves),
+    ("minimax-m2", "minimax_m2", RopePairs::Halves),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 25] = [
+const FIELDS: [(&str, Option<&str>); 31] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -65,6 +67,12 @@ const FIELDS: [(&str, Option<&str>); 25] = [
     ("expert_used_count", Some("num_experts_per_tok")),
     ("expert_feed_forward_length", Some("moe_intermediate_size")),
     ("expert_weights_norm", Some("norm_topk_prob")),
+    ("expert_weights_scale", Some("routed_scaling_factor")),
+    ("expert_shared_count", Some("n_shared_experts")),
+    ("expert_group_count", Some("n_group")),
+    ("expert_group_used_count", Some("topk_group")),
+    ("leading_dense_block_count", Some("first_k_dense_replace")),
+    ("nextn_predict_layers", Some("num_nextn_predict_layers")),
 ];
 
 /// The names of tensors outside of layers.
@@ -75,7 +83,7 @@ const TENSORS: [(&str, &str); 3] = [
 ];
 
 /// The names of modules of layers.
-const MODULES: [(&str, &str); 18] = [
+const MODULES: [(&str, &str); 22] = [
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
@@ -88,6 +96,10 @@ const MODULES: [(&str, &str); 18] = [
     ("ffn_up", "mlp.up_proj"),
     ("ffn_down", "mlp.down_proj"),
     ("ffn_gate_inp", ROUTER),
+    ("exp_probs_b", ROUTER),
+    ("ffn_gate_shexp", "mlp.shared_experts.gate_proj"),
+    ("ffn_up_shexp", "mlp.shared_experts.up_proj"),
+    ("ffn_down_shexp", "mlp.shared_experts.down_proj"),
     ("ffn_gate_exps", EXPERTS[0]),
     ("ffn_up_exps", EXPERTS[1]),
     ("ffn_down_exps", EXPERTS[2]),
@@ -161,7 +173,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     fields.insert("vocab_size".into(), json!(rows));
     let has = |name: &str| weights.names().any(|known| known == name);
     fields.insert("tie_word_embeddings".into(), json!(!has("output.weight")));
-    if has("blk.0.attn_output.bias") {
+    if has("blk.0.attn_output.bias") || (kind == "glm4moe" && has("blk.0.attn_q.bias")) {
         fields.insert("attention_bias".into(), json!(true));
     }
     if has("blk.0.ffn_up.bias") {

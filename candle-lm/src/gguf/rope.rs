@@ -8,6 +8,9 @@ use serde_json::{Map, Value, json};
 use super::{Metadata, plain, whole};
 use crate::config::{Config, RopeScaling};
 
+/// The kinds of models that may turn a share of each head.
+const SHARES: [&str; 3] = ["phi3", "glm4moe", "minimax-m2"];
+
 /// The tensor with a divisor for each frequency: the scaling of Llama 3.
 pub(super) const FREQUENCIES: &str = "rope_freqs.weight";
 
@@ -107,13 +110,13 @@ pub(super) fn fields(
             }
             fields.insert("rope_scaling".into(), said.into());
         }
+    }
+    if SHARES.contains(&kind) {
         let count = own("rope.dimension_count").and_then(whole);
         let heads = own("attention.head_count").and_then(whole).unwrap_or(1).max(1);
         let embedding = own("embedding_length").and_then(whole).unwrap_or(0);
-        let dim = own("attention.key_length").and_then(whole).unwrap_or(embedding / heads);
-        if let Some(count) = count.filter(|&count| count != dim && dim > 0) {
-            fields.insert("partial_rotary_factor".into(), json!(count as f64 / dim as f64));
-        }
+        let dim = own("attention.key_length").and_then(whole).unwrap_or(embedding / heads).max(1);
+        fields.insert("partial_rotary_factor".into(), json!(count.unwrap_or(dim) as f64 / dim as f64));
     }
     Ok(())
 }

@@ -125,7 +125,7 @@ impl Checkpoint {
         let resumed = Self { folder, files, lora, state, skipped: Vec::new() };
         let tensors = match &resumed.lora {
             Some(config) => adapter::tensors(adapter::TRAINED, config, &resumed.files)?,
-            None => resumed.files.config.tensors(),
+            None => resumed.files.config.learned(),
         };
         check_optimizer(&resumed.optimizer(), &tensors, resumed.state.recipe.dtype)?;
         local::check_files(&resumed.folder, &tensors, &resumed.state.recipe)?;

@@ -23,7 +23,7 @@ pub(super) static FAMILIES: [Family; 2] = [
         model_type: "gemma3_text",
         architecture: "Gemma3ForCausalLM",
         fields: &GEMMA3,
-        absent: FamilyDefaults { tied: true, head_dim: Some(256), rope_theta: 1_000_000.0 },
+        absent: FamilyDefaults { tied: true, head_dim: Some(256), rope_theta: 1_000_000.0, ..PLAIN },
         parts: |fields, layers| {
             let pattern = ["sliding_window_pattern", "_sliding_window_pattern"];
             let pattern =

@@ -2,12 +2,15 @@
 
 mod deepseek;
 mod gemma;
+mod glm;
 mod llama;
+mod minimax;
 mod qwen;
 
 use anyhow::{Result, ensure};
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use super::MOST_LAYERS;
 use super::fields::FieldRule::{self, Used};
 use super::fields::Fields;
 use super::parts::Parts;
@@ -29,6 +32,8 @@ pub(in crate::config) struct FamilyDefaults {
     pub(in crate::config) tied: bool,
     pub(in crate::config) head_dim: Option<usize>,
     pub(in crate::config) rope_theta: f64,
+    /// The share of each head that has rotary positions.
+    pub(in crate::config) rotary_share: f64,
 }
 
 impl Family {
@@ -52,11 +57,20 @@ impl Family {
     }
 }
 
-const PLAIN: FamilyDefaults = FamilyDefaults { tied: false, head_dim: None, rope_theta: 10_000.0 };
+const PLAIN: FamilyDefaults =
+    FamilyDefaults { tied: false, head_dim: None, rope_theta: 10_000.0, rotary_share: 1.0 };
 
 /// All families.
 pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
-    [&llama::FAMILIES[..], &qwen::FAMILIES, &gemma::FAMILIES, &deepseek::FAMILIES].into_iter().flatten()
+    let all: [&[Family]; 6] = [
+        &llama::FAMILIES,
+        &qwen::FAMILIES,
+        &gemma::FAMILIES,
+        &glm::FAMILIES,
+        &minimax::FAMILIES,
+        &deepseek::FAMILIES,
+    ];
+    all.into_iter().flatten()
 }
 
 /// Why a kind of model is not supported, if that is known.
@@ -73,6 +87,14 @@ fn biased(fields: &Fields, _: usize) -> Result<Parts> {
         mlp_bias: fields.switch("mlp_bias")?,
         ..Parts::default()
     })
+}
+
+/// The layers that predict further tokens: one without the field.
+fn drafts(fields: &Fields) -> Result<usize> {
+    match fields.get("num_nextn_predict_layers") {
+        Some(count) if *count == json!(0) => Ok(0),
+        _ => Ok(fields.optional_size("num_nextn_predict_layers", MOST_LAYERS)?.unwrap_or(1)),
+    }
 }
 
 /// Refuses layers that do not see all tokens.

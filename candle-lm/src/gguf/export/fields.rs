@@ -5,8 +5,10 @@ use std::f64::consts::TAU;
 use anyhow::{Result, bail};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value as Stored;
+use candle_shard::nn::Scores;
 
 use crate::config::experts::Experts;
+
 use crate::config::{Config, RopeScaling};
 use crate::gguf::rope;
 
@@ -79,8 +81,25 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
     }
     let caps = [("attn_logit_softcapping", parts.scores_cap), ("final_logit_softcapping", parts.logits_cap)];
     own.extend(caps.into_iter().filter_map(|(key, cap)| Some((key, float(cap?)))));
-    if let Some(Experts { count, chosen, hidden, normalize, .. }) = &parts.experts {
+    if let Some(experts) = &parts.experts {
+        let Experts { count, chosen, hidden, normalize, .. } = experts;
         own.extend([("expert_count", number(*count)), ("expert_used_count", number(*chosen))]);
+        if experts.scores == Scores::Sigmoid {
+            own.extend([("expert_gating_func", number(2)), ("expert_weights_scale", float(experts.scale))]);
+        }
+        if kind == "glm4moe" {
+            let dense = (0..config.num_hidden_layers).filter(|&layer| !experts.are_in(layer)).count();
+            own.extend([
+                ("leading_dense_block_count", number(dense)),
+                ("expert_shared_count", number(experts.shared / hidden)),
+            ]);
+        }
+        if let Some(groups) = experts.groups {
+            own.extend([
+                ("expert_group_count", number(groups.count)),
+                ("expert_group_used_count", number(groups.chosen)),
+            ]);
+        }
         if kind != "llama" {
             own.extend([
                 ("expert_feed_forward_length", number(*hidden)),

@@ -113,8 +113,13 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, RopePairs)>
         "these positions in windows",
     );
     if let Some(experts) = &parts.experts {
-        need(experts.normalize, "weights of experts that are not normalized");
-        need(!config.has_dense_layers(), "dense layers in a model that has layers with experts");
+        let is_leading = |layers: &[bool]| layers.is_sorted();
+        let is_glm = kind == "glm4moe";
+        need(is_glm || experts.normalize, "weights of experts that are not normalized");
+        need(
+            !config.has_dense_layers() || (is_glm && is_leading(&experts.layers)),
+            "dense layers in a model that has layers with experts",
+        );
         need(!parts.mlp_bias, "experts with biases");
     }
     ensure!(lacks.is_empty(), "llama.cpp has not implemented for {kind}: {}", lacks.join(", "));
@@ -166,6 +171,8 @@ pub(crate) fn renamed(name: &str, kind: &str, config: &Config) -> Result<String>
         _ => (rest, "weight"),
     };
     let module = match (module, config.parts.norms) {
+        (ROUTER, _) if parameter == "bias" => Some("exp_probs_b"),
+        ("post_attention_layernorm", Norms::Before) if kind == "glm4moe" => Some("post_attention_norm"),
         ("post_attention_layernorm", Norms::Before) | ("pre_feedforward_layernorm", _) => Some("ffn_norm"),
         ("mlp.gate_up_proj", _) => Some("ffn_up"),
         _ => MODULES.iter().find(|(_, hub)| *hub == module).map(|(gguf, _)| *gguf),
@@ -260,9 +267,12 @@ fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
         let experts = &config.parts.experts;
         let rotary: Vec<bool> =
             (0..config.num_hidden_layers).map(|layer| config.parts.is_rotary(layer)).collect();
-        let experts = experts
-            .as_ref()
-            .map(|experts| (experts.count, experts.chosen, experts.hidden, experts.normalize));
+        let experts = experts.as_ref().map(|experts| {
+            let layers: Vec<bool> =
+                (0..config.num_hidden_layers).map(|layer| experts.are_in(layer)).collect();
+            let choice = (experts.count, experts.chosen, experts.scores, experts.groups, experts.has_bias);
+            (choice, experts.hidden, experts.normalize, experts.scale as f32, experts.shared, layers)
+        });
         (windows(config), rotary, experts)
     };
     ensure!(layers(was) == layers(is), "the layers are not those of the config");

@@ -9,20 +9,24 @@ use candle_dist::DeviceMesh;
 /// How a router turns logits into scores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Scores {
-    /// The softmax over all experts.
+    /// The softmax over all experts. If scores are [normalized](MoEConfig::normalize) without a constant, weights are the softmax over the
+    /// logits of the chosen experts alone.
     #[default]
     Softmax,
     /// The logistic function of each logit.
     Sigmoid,
 }
 
-/// A choice in two steps: first groups of experts, by the sum of their two best scores, then experts in these groups.
+/// A choice in two steps: first groups of experts, by the sum of their best scores, then experts in these groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertGroups {
     /// The number of groups, which divides the number of experts.
     pub count: usize,
     /// The number of groups whose experts a token may use.
     pub chosen: usize,
+    /// How many of the best scores of a group are summed for its own: 2 in DeepSeek-V3, and 1 in DeepSeek-V2. A smaller group has all
+    /// of its scores summed.
+    pub best: usize,
 }
 
 /// The options of a [`MoE`](crate::nn::MoE) layer.
@@ -49,15 +53,21 @@ pub struct MoEConfig {
     pub scores: Scores,
     /// Whether the scores of a token's experts are divided by their sum.
     pub normalize: bool,
+    /// What is added to that sum, so that scores of zero do not divide by zero.
+    pub normalize_epsilon: f64,
     /// A factor of all experts' weights.
     pub scale: f64,
     /// Groups of experts that are chosen first.
     pub groups: Option<ExpertGroups>,
     /// Whether a bias, which [`MoE::update_bias`](crate::nn::MoE::update_bias) moves, balances the choice. It does not
-    /// change the weights of experts, and gets no gradient.
+    /// change the weights of experts, and gets no gradient. It has 32 bits at least.
     pub bias: bool,
+    /// Whether logits have a bias, which is learned.
+    pub logit_bias: bool,
     /// The width of the experts that all tokens use; 0 for none.
     pub shared_hidden: usize,
+    /// Whether what these experts make of a token is multiplied by a number from 0 to 1, the logistic function of a linear layer.
+    pub shared_gate: bool,
     /// The factor of the auxiliary loss that balances the choice; 0 for none. In a pipeline the loss is that of a microbatch, so it
     /// depends on the number of microbatches.
     pub balance_weight: f64,
@@ -87,10 +97,13 @@ impl MoEConfig {
             top_k,
             scores: Scores::Softmax,
             normalize: false,
+            normalize_epsilon: 1e-20,
             scale: 1.0,
             groups: None,
             bias: false,
+            logit_bias: false,
             shared_hidden: 0,
+            shared_gate: false,
             balance_weight: 0.0,
             z_weight: 0.0,
             capacity_factor: None,
@@ -110,6 +123,11 @@ impl MoEConfig {
         Self { normalize, ..self }
     }
 
+    /// Sets what is added to that sum: 1e-20 if it is not set.
+    pub fn normalize_epsilon(self, normalize_epsilon: f64) -> Self {
+        Self { normalize_epsilon, ..self }
+    }
+
     /// Sets the factor of all experts' weights.
     pub fn scale(self, scale: f64) -> Self {
         Self { scale, ..self }
@@ -125,9 +143,19 @@ impl MoEConfig {
         Self { bias, ..self }
     }
 
+    /// Sets whether logits have a bias.
+    pub fn logit_bias(self, logit_bias: bool) -> Self {
+        Self { logit_bias, ..self }
+    }
+
     /// Sets the width of the experts that all tokens use.
     pub fn shared_hidden(self, shared_hidden: usize) -> Self {
         Self { shared_hidden, ..self }
+    }
+
+    /// Sets whether what these experts make of a token is multiplied by a gate.
+    pub fn shared_gate(self, shared_gate: bool) -> Self {
+        Self { shared_gate, ..self }
     }
 
     /// Sets the factor of the auxiliary loss that balances the choice.
@@ -162,7 +190,9 @@ impl MoEConfig {
 
     /// Refuses options that fit no tokens.
     pub(super) fn check(&self) -> Result<()> {
-        let &Self { width, hidden, experts, top_k, scale, balance_weight, z_weight, .. } = self;
+        let &Self {
+            width, hidden, experts, top_k, scale, normalize_epsilon, balance_weight, z_weight, ..
+        } = self;
         let refuse = |reason: String| Error::op(OP, reason);
         if width == 0 || hidden == 0 || experts == 0 || top_k == 0 {
             return refuse(format!(
@@ -175,12 +205,15 @@ impl MoEConfig {
         if top_k > experts {
             return refuse(format!("the top {top_k} of {experts} experts: choose at most {experts}"));
         }
-        if let Some(ExpertGroups { count, chosen }) = self.groups {
+        if let Some(ExpertGroups { count, chosen, best }) = self.groups {
             if count == 0 || !experts.is_multiple_of(count) || chosen == 0 || chosen > count {
                 return refuse(format!(
                     "{chosen} of {count} groups of {experts} experts: expected groups of equal size, and from 1 to {count} \
                      chosen ones"
                 ));
+            }
+            if best == 0 {
+                return refuse("the best 0 scores of a group: sum at least 1".into());
             }
             let most = chosen * (experts / count);
             if top_k > most {
@@ -190,7 +223,15 @@ impl MoEConfig {
                 ));
             }
         }
-        let factors = [("scale", scale), ("balance_weight", balance_weight), ("z_weight", z_weight)];
+        if self.shared_gate && self.shared_hidden == 0 {
+            return refuse("shared_gate without shared experts: give shared_hidden".into());
+        }
+        let factors = [
+            ("scale", scale),
+            ("normalize_epsilon", normalize_epsilon),
+            ("balance_weight", balance_weight),
+            ("z_weight", z_weight),
+        ];
         if let Some((name, value)) = factors.into_iter().find(|(_, value)| !value.is_finite()) {
             return refuse(format!("{name} {value}: expected a finite number"));
         }

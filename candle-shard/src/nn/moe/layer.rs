@@ -46,9 +46,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 ///
 /// # Parameters
 ///
-/// `router.weight` `[experts, width]` and perhaps `router.bias` `[experts]`; `experts.gate_proj` and `experts.up_proj`
+/// `router.weight` `[experts, width]` and perhaps `router.bias` and `router.logit_bias` `[experts]`; `experts.gate_proj` and `experts.up_proj`
 /// `[experts, hidden, width]`, `experts.down_proj` `[experts, width, hidden]`; with shared experts
-/// `shared_experts.{gate_proj,up_proj,down_proj}.weight`. Experts that files store in blocks stay
+/// `shared_experts.{gate_proj,up_proj,down_proj}.weight`, and with a gate of them `shared_expert_gate.weight` `[1, width]`. Experts that files store in blocks stay
 /// [quantized](MeshVarBuilder::quantized_block) and get no gradients, unless the tensor axis would cut a block.
 ///
 /// ```
@@ -113,11 +113,8 @@ impl MoE {
         let axes = config.axes(vb.mesh())?;
         let router = Router::new(&config, &vb.pp("router"))?;
         let experts = ExpertWeights::new(&config, &axes, &vb.pp("experts"))?;
-        let shared = (config.shared_hidden > 0)
-            .then(|| {
-                SharedExperts::new([config.width, config.shared_hidden], &axes, &vb.pp("shared_experts"))
-            })
-            .transpose()?;
+        let shared =
+            (config.shared_hidden > 0).then(|| SharedExperts::new(&config, &axes, vb)).transpose()?;
         let counts = Arc::new(Mutex::new(vec![0; config.experts]));
         Ok(Self { config, axes, style: vb.unstyled(), router, experts, shared, counts })
     }

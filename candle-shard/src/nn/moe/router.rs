@@ -12,6 +12,8 @@ use candle_dist::empty;
 pub(super) struct Router {
     /// `[experts, width]`.
     pub(super) weight: DTensor,
+    /// `[experts]`, added to the logits.
+    logit_bias: Option<DTensor>,
     /// `[experts]`, added to the scores for the choice alone.
     pub(super) bias: Option<DTensor>,
 }
@@ -34,15 +36,21 @@ impl Router {
     pub(super) fn new(config: &MoEConfig, vb: &MeshVarBuilder) -> Result<Self> {
         let dims = [Width::from(config.experts), config.width.into()];
         let weight = vb.part(&dims, "weight".into(), init(config.width), Replicate, false)?;
+        let logit_bias = || {
+            let dims = [Width::from(config.experts)];
+            vb.part(&dims, "logit_bias".into(), init(config.width), Replicate, false)
+        };
+        let logit_bias = config.logit_bias.then(logit_bias).transpose()?;
         let bias = config.bias.then(|| vb.wide_buffer(config.experts, "bias", 0.0)).transpose()?;
-        Ok(Self { weight, bias })
+        Ok(Self { weight, logit_bias, bias })
     }
 
     /// Chooses experts for each token. Scores are computed in f32 at least.
     pub(super) fn route(&self, config: &MoEConfig, x: &DTensor) -> Result<RouterOutput> {
         let dtype = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let last = x.rank() - 1;
-        let logits = x.to_dtype(dtype)?.linear(&self.weight.to_dtype(dtype)?, None)?;
+        let bias = self.logit_bias.as_ref().map(|bias| bias.to_dtype(dtype)).transpose()?;
+        let logits = x.to_dtype(dtype)?.linear(&self.weight.to_dtype(dtype)?, bias.as_ref())?;
         let scores = match config.scores {
             Scores::Softmax => logits.softmax(last)?,
             Scores::Sigmoid => logits.sigmoid()?,
@@ -51,8 +59,7 @@ impl Router {
         let indexes = choices(scores.spec(), &chosen, config.top_k, scores.device())?;
         let mut weights = scores.gather(&indexes, last)?;
         if config.normalize {
-            // Sigmoid scores may all be zero.
-            weights = weights.div(weights.sum_keepdim(last)?.add(1e-20)?)?;
+            weights = weights.div(weights.sum_keepdim(last)?.add(config.normalize_epsilon)?)?;
         }
         if config.scale != 1.0 {
             weights = weights.affine(config.scale, 0.0)?;
@@ -120,9 +127,9 @@ fn best(values: &[f64], count: usize) -> impl Iterator<Item = usize> + use<> {
 }
 
 /// Sets the values outside of the best groups to the lowest one.
-fn leave_groups(values: &mut [f64], ExpertGroups { count, chosen }: ExpertGroups) {
+fn leave_groups(values: &mut [f64], ExpertGroups { count, chosen, best: summed }: ExpertGroups) {
     let size = values.len() / count;
-    let worth = |group: &[f64]| best(group, 2.min(size)).map(|i| group[i]).sum::<f64>();
+    let worth = |group: &[f64]| best(group, summed.min(size)).map(|i| group[i]).sum::<f64>();
     let worths: Vec<f64> = values.chunks_exact(size).map(worth).collect();
     let mut stays = vec![false; count];
     best(&worths, chosen).for_each(|group| stays[group] = true);

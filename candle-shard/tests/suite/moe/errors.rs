@@ -8,7 +8,7 @@ use test_utils::on_ranks;
 
 #[test]
 fn options_that_do_not_fit_are_one_error_on_all_ranks() {
-    let groups = |count, chosen| Some(ExpertGroups { count, chosen });
+    let groups = |count, chosen| Some(ExpertGroups { count, chosen, best: 2 });
     let cases: Vec<(MoEConfig, &[&str])> = vec![
         (config(4, 5), &["top 5 of 4", "at most 4"]),
         (config(4, 0), &["top 0"]),
@@ -22,6 +22,9 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
         (config(4, 1).groups(groups(3, 1)), &["1 of 3 groups of 4"]),
         (config(4, 3).groups(groups(2, 1)), &["top 3 of the 2 experts"]),
         (config(4, 1).groups(groups(2, 3)), &["3 of 2 groups"]),
+        (config(4, 1).groups(ExpertGroups { count: 2, chosen: 1, best: 0 }), &["best 0 scores"]),
+        (config(4, 1).normalize_epsilon(f64::INFINITY), &["normalize_epsilon inf"]),
+        (config(4, 1).shared_gate(true), &["shared_gate", "give shared_hidden"]),
         (config(4, 1).capacity_factor(0.0), &["capacity_factor 0"]),
         (config(4, 1).z_weight(f64::NAN), &["z_weight NaN"]),
     ];

@@ -53,7 +53,19 @@ pub(crate) fn truth(
     routing: Routing,
     dtype: DType,
 ) -> candle_core::Result<Truth> {
-    let layer = Moe::new(config, 3, dtype, &Device::Cpu)?;
+    biased_truth(config, shape, routing, dtype, &vec![0.0; config.experts])
+}
+
+/// Like [`truth`], with a bias of the choice.
+pub(crate) fn biased_truth(
+    config: &MoEConfig,
+    shape: &[usize],
+    routing: Routing,
+    dtype: DType,
+    bias: &[f64],
+) -> candle_core::Result<Truth> {
+    let mut layer = Moe::new(config, 3, dtype, &Device::Cpu)?;
+    layer.set_bias(bias.into());
     let flat =
         values(shape, 1, dtype).reshape((shape[..shape.len() - 1].iter().product::<usize>(), WIDTH))?;
     let router = &layer.vars()[0].1;

@@ -1,5 +1,5 @@
 //! Values and gradients against a dense loop over experts on one device.
-use super::harness::{Routing, allowed, build, config, errors, errors_of, tokens, truth};
+use super::harness::{Routing, allowed, biased_truth, build, config, errors, errors_of, tokens, truth};
 use candle_core::{DType, Tensor};
 use candle_shard::nn::{ExpertGroups, MoEConfig, Scores};
 use candle_shard::{Replicate, Result, Shard};
@@ -40,7 +40,11 @@ fn every_router_equals_one_device() {
         softmax.clone().scores(Scores::Sigmoid).normalize(true).bias(true),
         softmax.clone().scores(Scores::Sigmoid).balance_weight(0.3).z_weight(0.1),
         softmax.clone().balance_weight(0.5).shared_hidden(7),
-        softmax.clone().z_weight(0.2).groups(Some(ExpertGroups { count: 3, chosen: 2 })),
+        softmax.clone().z_weight(0.2).groups(ExpertGroups { count: 3, chosen: 2, best: 2 }),
+        softmax.clone().groups(ExpertGroups { count: 2, chosen: 1, best: 1 }),
+        softmax.clone().logit_bias(true).normalize(true).z_weight(0.1),
+        softmax.clone().scores(Scores::Sigmoid).normalize(true).normalize_epsilon(0.5).scale(1.8),
+        softmax.clone().shared_hidden(4).shared_gate(true),
         softmax.clone().capacity_factor(0.7),
         softmax.capacity_factor(0.5).normalize(true).balance_weight(0.1),
     ];
@@ -48,6 +52,41 @@ fn every_router_equals_one_device() {
         check("router", &case, [3, 5, 6], Routing::Random, DType::F64);
         check("one-sided router", &case, [2, 3, 6], Routing::OneSided, DType::F64);
         check("router in f32", &case, [2, 3, 6], Routing::Random, DType::F32);
+    }
+}
+
+/// Biases of the choice that outweigh all scores, as those of published models do, and scores whose sum is less than the constant.
+#[test]
+fn biased_choices_keep_the_weights_of_the_scores() {
+    let base = config(8, 3).scores(Scores::Sigmoid).normalize(true).bias(true).tensor_axis("tp");
+    let groups = |best| ExpertGroups { count: 4, chosen: 2, best };
+    let cases = [
+        base.clone().scale(2.5).groups(groups(2)).shared_hidden(7).shared_gate(true),
+        base.clone().groups(groups(1)).normalize_epsilon(0.0),
+        base.normalize_epsilon(1e-6),
+    ];
+    for ([ep, tp], config) in
+        [[1, 1], [2, 1], [1, 3], [2, 2]].into_iter().flat_map(|m| cases.each_ref().map(|c| (m, c.clone())))
+    {
+        on_ranks(ep * tp, "biased", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("ep", ep), ("tp", tp)])?;
+            for dtype in [DType::F64, DType::F32] {
+                let bias: Vec<f64> = [7.03, 6.98, -1.0, 7.07, 0.0, 6.9, 7.1, 7.01].into();
+                let truth = biased_truth(&config, &[3, 5, 6], Routing::Random, dtype, &bias)?;
+                let plain = super::harness::truth(&config, &[3, 5, 6], Routing::Random, dtype)?;
+                assert_ne!(truth.made.choices, plain.made.choices);
+                for at in [Shard(0), Shard(1), Replicate] {
+                    let (layer, parameters) = build(&config, &mesh, &truth)?;
+                    let own = parameters.iter().find(|p| p.name == "router.bias").unwrap();
+                    let bias = Tensor::new(&bias[..], &test_utils::device())?.to_dtype(dtype)?;
+                    own.var.set(&bias)?;
+                    let spec = tokens(&mesh, &truth, &[at, Replicate], None)?;
+                    let (error, _) = errors_of(&layer, &parameters, &truth, spec)?;
+                    assert!(error < allowed(dtype), "{config:?} on {ep} × {tp}, {at}: {error:e}");
+                }
+            }
+            Ok(())
+        });
     }
 }
 

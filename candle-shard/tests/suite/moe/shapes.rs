@@ -23,13 +23,15 @@ proptest! {
         // All groups but one, if they hold enough experts.
         let (top_k, chosen) = (top_k.min(experts), groups.saturating_sub(1).max(1));
         let fits = experts.is_multiple_of(groups) && top_k <= chosen * (experts / groups);
-        let groups = fits.then_some(ExpertGroups { count: groups, chosen });
+        let groups = fits.then_some(ExpertGroups { count: groups, chosen, best: 1 + seed % 3 });
         let scores = if is_sigmoid { Scores::Sigmoid } else { Scores::Softmax };
         let config = MoEConfig::new(6, hidden, experts, top_k)
             .groups(groups)
             .scores(scores)
             .normalize(is_normalized)
             .shared_hidden(shared)
+            .shared_gate(shared > 0 && seed % 2 == 0)
+            .logit_bias(seed % 3 == 0)
             .capacity_factor(capacity)
             .balance_weight(0.1)
             .z_weight(0.05)

@@ -78,10 +78,10 @@ fn each_text_of_a_batch_is_what_it_is_alone_on_every_mesh() {
 }
 
 #[test]
-fn texts_of_models_with_windows_are_alike_in_batches_and_alone() {
-    for family in
-        families().models.iter().filter(|family| ["mistral", "gemma2", "gemma3"].contains(&&*family.case))
-    {
+fn texts_of_models_with_windows_and_latents_are_alike_in_batches_and_alone() {
+    for family in families().models.iter().filter(|family| {
+        ["mistral", "gemma2", "gemma3", "deepseek v3", "deepseek v2 mixture"].contains(&&*family.case)
+    }) {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &family.config);
         let files = Arc::new(Files::open(folder.path()).unwrap());

@@ -27,7 +27,8 @@ use crate::lm::families::{Families, Family, families, write};
 /// The small models with experts.
 fn mixtures() -> (Vec<u32>, Vec<Family>) {
     let Families { prompt, models } = families();
-    (prompt, models.into_iter().filter(|model| model.config.get("num_local_experts").is_some()).collect())
+    let is_mixture = |model: &Family| model.config.get("num_experts_per_tok").is_some();
+    (prompt, models.into_iter().filter(is_mixture).collect())
 }
 
 /// This rank's part of a model on `[ep, tp]` ranks.
@@ -72,7 +73,7 @@ const MESHES: [[usize; 2]; 7] = [[1, 1], [2, 1], [3, 1], [2, 2], [1, 3], [2, 3],
 #[test]
 fn distributed_experts_compute_the_logits_of_transformers() {
     let (prompt, models) = mixtures();
-    assert_eq!(models.len(), 4);
+    assert!(models.len() >= 7);
     for Family { case, config, logits: want, .. } in models {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &config);
@@ -135,6 +136,12 @@ fn as_in_memory(config: &Config) -> HashMap<String, Tensor> {
             Some((layer, "router.weight")) => {
                 let router = weight(&config.stored_name(&name), &shape);
                 tensors.insert(format!("{layer}.mlp.gate.weight"), router);
+            }
+            Some((layer, "router.bias")) => {
+                let stored = config.stored_name(&name);
+                let name = stored.replace("block_sparse_moe", "mlp");
+                assert!(name.starts_with(layer));
+                tensors.insert(name, weight(&stored, &shape));
             }
             _ => drop(tensors.insert(name.clone(), weight(&name, &shape))),
         }
@@ -294,6 +301,7 @@ fn fields_and_tensors_of_mixtures_that_are_not_understood_are_refused_by_name() 
     let (_, models) = mixtures();
     let config = |case: &str| models.iter().find(|model| model.case == case).unwrap().config.clone();
     let (mixtral, qwen) = (config("mixtral"), config("qwen3 moe"));
+    let (glm, minimax) = (config("glm4 moe"), config("minimax m2"));
     for (base, name, value, want) in [
         (&mixtral, "router_jitter_noise", json!(0.1), "router_jitter_noise is 0.1"),
         (&mixtral, "output_router_logits", json!("yes"), "output_router_logits is \"yes\""),
@@ -309,12 +317,36 @@ fn fields_and_tensors_of_mixtures_that_are_not_understood_are_refused_by_name() 
         (&qwen, "decoder_sparse_step", json!(0), "decoder_sparse_step is 0"),
         (&qwen, "moe_intermediate_size", json!(-1), "moe_intermediate_size is -1"),
         (&qwen, "router_jitter_noise", json!(0.1), "router_jitter_noise (0.1)"),
+        (&qwen, "routed_scaling_factor", json!(2.5), "routed_scaling_factor (2.5)"),
+        (&glm, "n_group", json!(3), "n_group is 3 and topk_group is 1"),
+        (&glm, "topk_group", json!(2), "n_group is 1 and topk_group is 2"),
+        (&glm, "num_local_experts", json!(8), "num_local_experts is 8 and n_routed_experts is 7"),
+        (&glm, "routed_scaling_factor", json!(-2.5), "routed_scaling_factor is -2.5"),
+        (&glm, "first_k_dense_replace", json!(0.5), "first_k_dense_replace is 0.5"),
+        (&glm, "mlp_layer_types", json!(["dense"]), "mlp_layer_types is [\"dense\"]"),
+        (&glm, "scoring_func", json!("softmax"), "scoring_func is \"softmax\""),
+        (&glm, "shared_expert_intermediate_size", json!(8), "shared_expert_intermediate_size (8)"),
+        (&minimax, "attn_type_list", json!([1, 0]), "attn_type_list is [1,0]"),
+        (&minimax, "shared_intermediate_size", json!(8), "shared_intermediate_size is 8"),
+        (&minimax, "use_qk_norm", json!(false), "use_qk_norm is false"),
     ] {
         let mut fields = base.clone();
         fields[name] = value;
         let said = format!("{:#}", Config::parse(&fields.to_string()).expect_err(want));
         assert!(said.contains(want), "{said}, want {want:?}");
     }
+    // Two ways to say the same.
+    let alike = |base: &Value, change: &dyn Fn(&mut Value)| {
+        let mut fields = base.clone();
+        change(&mut fields);
+        assert_eq!(Config::parse(&fields.to_string()).unwrap(), Config::parse(&base.to_string()).unwrap());
+    };
+    alike(&glm, &|fields| fields["mlp_layer_types"] = json!(["dense", "sparse"]));
+    alike(&glm, &|fields| fields["rope_parameters"] = json!({"rope_theta": 10000.0, "rope_type": "default"}));
+    alike(&minimax, &|fields| {
+        fields["rope_parameters"] = json!({"rope_theta": 10000.0, "rope_type": "default"});
+        fields["rotary_dim"] = json!(6);
+    });
     // The only number of experts in files of transformers 4.
     let mut old = qwen.clone();
     old["num_experts"] = old.as_object_mut().unwrap().remove("num_local_experts").unwrap();
@@ -363,4 +395,43 @@ fn fields_and_tensors_of_mixtures_that_are_not_understood_are_refused_by_name() 
     let names: BTreeSet<String> =
         Config::parse(&mixtral.to_string()).unwrap().stored().into_iter().map(|x| x.0).collect();
     assert!(names.contains(&name(4, "w3")) && !names.iter().any(|name| name.contains("mlp")));
+}
+
+#[test]
+fn layers_that_predict_further_tokens_are_left_out_and_biases_of_choices_keep_their_bits() {
+    let (prompt, models) = mixtures();
+    let model = models.into_iter().find(|model| model.case == "glm4 moe").unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let mut tensors = write(folder.path(), &model.config);
+    let path = folder.path().join("model.safetensors");
+    tensors.insert("model.layers.2.eh_proj.weight".into(), weight("eh_proj", &[32, 64]));
+    tensors.insert("model.layers.2.self_attn.q_proj.weight".into(), weight("q", &[48, 32]));
+    // The other tensors do not say what the bias is computed in.
+    tensors.values_mut().for_each(|tensor| *tensor = tensor.to_dtype(DType::BF16).unwrap());
+    let bias = "model.layers.1.mlp.gate.e_score_correction_bias";
+    let large = [7.0001f32, 7.0002, 6.9999, 7.0004, 6.9998, 7.0003, 7.0];
+    tensors.insert(bias.into(), Tensor::new(&large, &Device::Cpu).unwrap());
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+    let files = Files::open(folder.path()).unwrap();
+    assert!(files.unmet.iter().any(|note| note.contains("predict further tokens")), "{:?}", files.unmet);
+    assert_eq!(files.dtype().unwrap(), DType::BF16);
+    let path: PathBuf = folder.path().into();
+    on_ranks(2, "bits", move |ctx| -> anyhow::Result<()> {
+        let files = Files::open(&path)?;
+        let mesh = ctx.mesh(&[("tp", 2)])?;
+        let plan = Decoder::plan(&files.config, "tp");
+        let vb = MeshVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::BF16, &Device::Cpu)?;
+        let decoder = Decoder::new(&files.config, prompt.len(), &vb.frozen())?;
+        let held = vb.finish()?;
+        let held = held.iter().find(|parameter| parameter.name.ends_with("router.bias")).unwrap();
+        assert_eq!(held.var.to_vec1::<f32>()?, large);
+        let tokens = Tensor::from_slice(&prompt, (1, prompt.len()), &Device::Cpu)?;
+        decoder.next(&tokens, &mut Cache::of(&files.config, prompt.len()))?;
+        Ok(())
+    });
+    // A layer further behind is no part of any model.
+    tensors.insert("model.layers.3.eh_proj.weight".into(), weight("eh_proj", &[32, 64]));
+    candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
+    let said = format!("{:#}", Files::open(folder.path()).unwrap_err());
+    assert!(said.contains("model.layers.3.eh_proj.weight") && said.contains("no place"), "{said}");
 }

@@ -63,6 +63,9 @@ fn exported_files_compute_what_their_folders_compute() {
         "granite",
         "mixtral",
         "qwen3 moe",
+        "glm4 moe",
+        "glm4 moe with norms and groups",
+        "minimax m2",
     ];
     let mut done = Vec::new();
     for mut model in models {

@@ -12,11 +12,12 @@ use candle_lm::files::Files;
 use serde_json::{Value, json};
 use test_utils::on_ranks;
 
+use crate::lm::facts::weight;
 use crate::lm::families::{Families, Family, families, greedy, logits, stored};
 use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
-const MODULES: [(&str, &str); 20] = [
+const MODULES: [(&str, &str); 23] = [
     ("token_embd", "model.embed_tokens"),
     ("output_norm", "model.norm"),
     ("output", "lm_head"),
@@ -33,6 +34,9 @@ const MODULES: [(&str, &str); 20] = [
     ("ffn_up", "mlp.gate_up_proj"),
     ("ffn_down", "mlp.down_proj"),
     ("ffn_gate_inp", "mlp.router"),
+    ("ffn_gate_shexp", "mlp.shared_experts.gate_proj"),
+    ("ffn_up_shexp", "mlp.shared_experts.up_proj"),
+    ("ffn_down_shexp", "mlp.shared_experts.down_proj"),
     ("ffn_gate_exps", "mlp.experts.gate_proj"),
     ("ffn_up_exps", "mlp.experts.up_proj"),
     ("ffn_down_exps", "mlp.experts.down_proj"),
@@ -45,7 +49,10 @@ fn named(name: &str, has_four: bool, kind: &str) -> String {
     let inner = layer.map_or(module, |(_, inner)| inner);
     let gguf = match inner {
         "pre_feedforward_layernorm" => "ffn_norm",
-        "post_attention_layernorm" if has_four || kind == "olmo2" => "post_attention_norm",
+        "mlp.router" if parameter == "bias" => "exp_probs_b",
+        "post_attention_layernorm" if has_four || ["olmo2", "glm4moe"].contains(&kind) => {
+            "post_attention_norm"
+        }
         "post_attention_layernorm" => "ffn_norm",
         _ => MODULES.iter().find(|(_, hub)| *hub == inner).unwrap_or_else(|| panic!("{name}")).0,
     };
@@ -82,6 +89,8 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         "mistral" | "mixtral" => "llama",
         "gemma3_text" => "gemma3",
         "qwen3_moe" => "qwen3moe",
+        "glm4_moe" => "glm4moe",
+        "minimax_m2" => "minimax-m2",
         other => other,
     };
     let (is_gemma, is_permuted) =
@@ -121,6 +130,23 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
     if let Some(experts) = &config.parts.experts {
         metadata.push(("expert_count", Stored::U32(experts.count as u32)));
         metadata.push(("expert_used_count", Stored::U32(experts.chosen as u32)));
+        if ["glm4moe", "minimax-m2"].contains(&kind) {
+            metadata.push(("expert_gating_func", Stored::U32(2)));
+            metadata.push(("expert_feed_forward_length", Stored::U32(experts.hidden as u32)));
+        }
+        if kind == "glm4moe" {
+            // One more layer than the model has, which predicts further tokens.
+            metadata[0] = ("block_count", Stored::U32(config.num_hidden_layers as u32 + 1));
+            let table = QTensor::quantize(&weight("eh_proj", &[4, 8]), GgmlDType::F32).unwrap();
+            tensors.insert(format!("blk.{}.nextn.eh_proj.weight", config.num_hidden_layers), table);
+            metadata.push(("nextn_predict_layers", Stored::U32(1)));
+            metadata.push(("leading_dense_block_count", size("first_k_dense_replace")));
+            metadata.push(("expert_shared_count", size("n_shared_experts")));
+            metadata.push(("expert_weights_scale", Stored::F32(experts.scale as f32)));
+            metadata.push(("expert_weights_norm", Stored::Bool(experts.normalize)));
+            metadata.push(("expert_group_count", size("n_group")));
+            metadata.push(("expert_group_used_count", size("topk_group")));
+        }
         if kind == "qwen3moe" {
             metadata.push(("expert_feed_forward_length", Stored::U32(experts.hidden as u32)));
             // Without the key all readers divide by the sum.
@@ -253,8 +279,12 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         "qwen3 moe with raw weights",
         "deepseek v3",
         "deepseek v3 with scaled scores",
+        "deepseek v3 mixture",
         "deepseek v2",
+        "deepseek v2 mixture",
+        "deepseek v2 mixture by scores",
         "glm4 moe lite",
+        "glm4 moe lite mixture",
     ];
     let fits = |config: &mut Value| {
         config["intermediate_size"] = json!(64);

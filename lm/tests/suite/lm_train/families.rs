@@ -94,7 +94,7 @@ fn agrees(place: &Place, fact: &Fact, batch: &[Vec<u32>], mesh: &str) {
         let trainer = Trainer::new(ctx, &job)?;
         let (loss, grads) = trainer.gradients(0)?;
         let mut made = Vec::new();
-        for parameter in trainer.parameters().iter() {
+        for parameter in trainer.parameters().iter().filter(|parameter| !parameter.is_frozen()) {
             let (name, grad) = (&parameter.name, parameter.grad(&grads)?);
             let grad = grad.unwrap_or_else(|| panic!("{name} takes part")).full_tensor()?;
             let probe = weight(&format!("probe.{name}"), grad.dims());
@@ -136,7 +136,7 @@ fn first_step(place: &Place, flags: &str) -> (f64, BTreeMap<String, Vec<f32>>) {
         let trainer = Trainer::new(ctx, &job)?;
         let (loss, grads) = trainer.gradients(0)?;
         let mut made = Vec::new();
-        for parameter in trainer.parameters().iter() {
+        for parameter in trainer.parameters().iter().filter(|parameter| !parameter.is_frozen()) {
             let grad = parameter.grad(&grads)?.expect("every parameter takes part").full_tensor()?;
             made.push((parameter.name.clone(), grad.flatten_all()?.to_vec1::<f32>()?));
         }

@@ -147,7 +147,7 @@ impl Place {
             let trainer = Trainer::new(ctx, &job)?;
             let (_, grads) = trainer.gradients(0)?;
             let mut whole = Vec::new();
-            for parameter in trainer.parameters().iter() {
+            for parameter in trainer.parameters().iter().filter(|parameter| !parameter.is_frozen()) {
                 let grad = parameter.grad(&grads)?.expect("every parameter takes part");
                 whole.push((parameter.name.clone(), grad.full_tensor()?.flatten_all()?.to_vec1::<f32>()?));
             }
