@@ -103,7 +103,7 @@ ROUTED = {
         dict(
             head_dim=16, use_qk_norm=True, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=12,
             n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=0, norm_topk_prob=False,
-            rope_parameters=dict(FRESH),
+            rope_parameters=ROPE,
         ),
     ),
     "minimax m2": (

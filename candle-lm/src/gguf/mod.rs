@@ -2,6 +2,7 @@
 
 mod experts;
 pub(super) mod export;
+mod latent;
 mod pre_tokenizer;
 pub(super) mod rope;
 mod sentencepiece;
@@ -24,7 +25,7 @@ use super::config::unknown::UnknownFields;
 type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and which elements of a head are turned together.
-const ARCHITECTURES: [(&str, &str, RopePairs); 12] = [
+const ARCHITECTURES: [(&str, &str, RopePairs); 13] = [
     // The rows of queries and keys are permuted so that neighbors are turned together.
     ("llama", "llama", RopePairs::Neighbors),
     ("smollm3", "smollm3", RopePairs::Neighbors),
@@ -36,6 +37,8 @@ const ARCHITECTURES: [(&str, &str, RopePairs); 12] = [
     ("gemma3", "gemma3_text", RopePairs::Halves),
     ("phi3", "phi3", RopePairs::Halves),
     ("olmo2", "olmo2", RopePairs::Halves),
+    // The Hub's files too have neighbors.
+    (latent::KIND, "deepseek_v3", RopePairs::Neighbors),
     ("glm4moe", "glm4_moe", RopePairs::Halves),
     ("minimax-m2", "minimax_m2", RopePairs::Halves),
 ];
@@ -83,12 +86,20 @@ const TENSORS: [(&str, &str); 3] = [
 ];
 
 /// The names of modules of layers.
-const MODULES: [(&str, &str); 22] = [
+const MODULES: [(&str, &str); 30] = [
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
     ("attn_v", "self_attn.v_proj"),
     ("attn_qkv", "self_attn.qkv_proj"),
+    ("attn_q_a", "self_attn.q_a_proj"),
+    ("attn_q_a_norm", "self_attn.q_a_layernorm"),
+    ("attn_q_b", "self_attn.q_b_proj"),
+    ("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa"),
+    ("attn_kv_a_norm", "self_attn.kv_a_layernorm"),
+    ("attn_kv_b", "self_attn.kv_b_proj"),
+    ("attn_k_b", "self_attn.k_b_proj"),
+    ("attn_v_b", "self_attn.v_b_proj"),
     ("attn_output", "self_attn.o_proj"),
     ("attn_q_norm", "self_attn.q_norm"),
     ("attn_k_norm", "self_attn.k_norm"),
@@ -124,7 +135,7 @@ pub(super) fn open(path: &Path, ignored: &[String], has_values: bool) -> Result<
         .and_then(|kind| kind.to_string().ok())
         .cloned()
         .unwrap_or_default();
-    let weights = weights.rename(|name| renamed(name, &kind))?;
+    let weights = latent::joined(weights.rename(|name| renamed(name, &kind))?)?;
     // A stage with the output layer reads the table by itself.
     let weights =
         if has_head { weights } else { weights.alias("model.embed_tokens.weight", "lm_head.weight")? };
@@ -149,7 +160,8 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         let Some(own) = key.strip_prefix(kind.as_str()).and_then(|key| key.strip_prefix('.')) else {
             continue;
         };
-        if rope::KEYS.contains(&own) || experts::KEYS.contains(&own) {
+        let is_latent = kind == latent::KIND && latent::KEYS.contains(&own);
+        if is_latent || rope::KEYS.contains(&own) || experts::KEYS.contains(&own) {
             continue;
         }
         let Some((_, name)) = FIELDS.iter().find(|(field, _)| *field == own) else {
@@ -181,7 +193,10 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     }
     fields.entry("rope_theta").or_insert(json!(10_000.0));
     rope::fields(kind, metadata, (weights, has_values), &mut fields)?;
-    experts::fields(kind, metadata, weights, &mut fields)?;
+    match kind == latent::KIND {
+        true => latent::fields(metadata, &mut fields)?,
+        false => experts::fields(kind, metadata, weights, &mut fields)?,
+    }
     let ends: Vec<u64> = ["eos_token_id", "eot_token_id", "eom_token_id"]
         .iter()
         .filter_map(|name| whole(metadata.get(&format!("tokenizer.ggml.{name}"))?))
@@ -200,7 +215,8 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     config.parts.pairs = pairs;
     rope::read_factors(&mut config, (weights, has_values))?;
     let (dim, turned) = (config.heads().dim, config.rotary_width());
-    for (key, width) in [("attention.value_length", dim), ("rope.dimension_count", turned)] {
+    let value = config.parts.latent.is_none().then_some(("attention.value_length", dim));
+    for (key, width) in value.into_iter().chain([("rope.dimension_count", turned)]) {
         ensure!(
             number(key).is_none_or(|n| n as usize == width),
             "{kind}.{key} is not {width}, the width of a head that is {dim} wide, which is not supported"

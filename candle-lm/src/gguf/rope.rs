@@ -5,7 +5,7 @@ use candle_core::{DType, Device};
 use candle_shard::Weights;
 use serde_json::{Map, Value, json};
 
-use super::{Metadata, plain, whole};
+use super::{Metadata, latent, plain, whole};
 use crate::config::{Config, RopeScaling};
 
 /// The kinds of models that may turn a share of each head.
@@ -26,8 +26,11 @@ const YARN: [(&str, &str); 4] = [
     ("rope.scaling.yarn_beta_slow", "beta_slow"),
 ];
 
+/// By how much the factor of scores grows with the logarithm of YaRN's factor, in latent attention.
+const LOG_MULTIPLIER: &str = "rope.scaling.yarn_log_multiplier";
+
 /// The keys that [`fields`] reads, all after the name of the architecture.
-pub(super) const KEYS: [&str; 9] = [
+pub(super) const KEYS: [&str; 10] = [
     "rope.dimension_count",
     "rope.scaling.type",
     "rope.scaling.factor",
@@ -36,6 +39,7 @@ pub(super) const KEYS: [&str; 9] = [
     "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
+    LOG_MULTIPLIER,
     // How the model was trained.
     "rope.scaling.finetuned",
 ];
@@ -56,6 +60,13 @@ pub(super) fn fields(
     let scaling = scaling.with_context(|| format!("{kind}.rope.scaling.type is not a text"))?;
     let is_phi3 = kind == "phi3";
     let known: &[&str] = match scaling {
+        Some("yarn") if kind == latent::KIND => &[
+            "rope.scaling.factor",
+            "rope.scaling.original_context_length",
+            "rope.scaling.yarn_beta_fast",
+            "rope.scaling.yarn_beta_slow",
+            LOG_MULTIPLIER,
+        ],
         Some("yarn") => &[
             "rope.scaling.factor",
             "rope.scaling.original_context_length",
@@ -87,7 +98,18 @@ pub(super) fn fields(
         }
         Some("yarn") => {
             let said = YARN.iter().filter_map(|(key, name)| Some(((*name).to_owned(), plain(own(key)?)?)));
-            let said: Map<String, Value> = said.chain([("rope_type".to_owned(), json!("yarn"))]).collect();
+            let mut said: Map<String, Value> =
+                said.chain([("rope_type".to_owned(), json!("yarn"))]).collect();
+            if kind == latent::KIND {
+                // Cosines and sines have no factor.
+                let share = own(LOG_MULTIPLIER).and_then(plain).and_then(|share| share.as_f64());
+                match share.filter(|&share| share != 0.0) {
+                    Some(share) => ["mscale", "mscale_all_dim"]
+                        .into_iter()
+                        .for_each(|name| drop(said.insert(name.into(), json!(10.0 * share)))),
+                    None => drop(said.insert("attention_factor".into(), json!(1.0))),
+                }
+            }
             fields.insert("rope_scaling".into(), said.into());
         }
         _ => {}
