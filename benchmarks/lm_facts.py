@@ -88,12 +88,14 @@ MIXTURES = {
 }
 
 # Mixtures that choose by sigmoids and biases, in groups, beside networks for all tokens.
+# transformers writes what is absent into the object.
+FRESH = dict(rope_type="default", rope_theta=10_000.0)
 ROUTED = {
     "glm4 moe": (
         "Glm4Moe",
         dict(
             head_dim=12, attention_bias=True, n_routed_experts=7, num_experts_per_tok=3, moe_intermediate_size=20,
-            n_shared_experts=1, routed_scaling_factor=2.5, first_k_dense_replace=1, rope_parameters=ROPE,
+            n_shared_experts=1, routed_scaling_factor=2.5, first_k_dense_replace=1, rope_parameters=dict(FRESH),
         ),
     ),
     "glm4 moe with norms and groups": (
@@ -107,14 +109,13 @@ ROUTED = {
     "minimax m2": (
         "MiniMaxM2",
         dict(
-            head_dim=12, num_local_experts=5, num_experts_per_tok=2, rope_parameters=dict(ROPE, partial_rotary_factor=0.5),
+            head_dim=12, num_local_experts=5, num_experts_per_tok=2, rope_parameters=dict(FRESH, partial_rotary_factor=0.5),
         ),
     ),
 }
 MIXTURES |= ROUTED
 
 # Dense families that differ from the first ones in a few parts.
-PLAIN_ROPE = dict(rope_type="default", rope_theta=10_000.0)
 ODD = dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
 DENSE = {
     "olmo3": (
@@ -165,14 +166,14 @@ DENSE = {
             ),
         ),
     ),
-    "cohere": ("Cohere", dict(logit_scale=0.25, rope_parameters=dict(PLAIN_ROPE))),
+    "cohere": ("Cohere", dict(logit_scale=0.25, rope_parameters=dict(FRESH))),
     "cohere with biases": (
-        "Cohere", dict(ODD, attention_bias=True, logit_scale=2.0, tie_word_embeddings=False, rope_parameters=dict(PLAIN_ROPE))
+        "Cohere", dict(ODD, attention_bias=True, logit_scale=2.0, tie_word_embeddings=False, rope_parameters=dict(FRESH))
     ),
-    "cohere2": ("Cohere2", dict(ODD, sliding_window=4, layer_types=WINDOWS, rope_parameters=dict(PLAIN_ROPE))),
-    "nemotron": ("Nemotron", dict(ODD, rope_parameters=dict(PLAIN_ROPE, partial_rotary_factor=0.5))),
+    "cohere2": ("Cohere2", dict(ODD, sliding_window=4, layer_types=WINDOWS, rope_parameters=dict(FRESH))),
+    "nemotron": ("Nemotron", dict(ODD, rope_parameters=dict(FRESH, partial_rotary_factor=0.5))),
     "nemotron with biases": (
-        "Nemotron", dict(attention_bias=True, mlp_bias=True, head_dim=16, rope_parameters=dict(PLAIN_ROPE))
+        "Nemotron", dict(attention_bias=True, mlp_bias=True, head_dim=16, rope_parameters=dict(FRESH))
     ),
     "glm4 without biases": ("Glm4", dict(head_dim=8, attention_bias=False, rope_parameters=ROPE)),
 }
@@ -180,7 +181,7 @@ DENSE = {
 # Latent attention.
 LATENTS = dict(
     num_attention_heads=3, num_key_value_heads=3, hidden_size=36, kv_lora_rank=10, q_lora_rank=14, qk_nope_head_dim=6,
-    qk_rope_head_dim=4, v_head_dim=8, rope_parameters=ROPE,
+    qk_rope_head_dim=4, v_head_dim=8, rope_parameters=dict(FRESH),
 )
 LATENT_YARN = dict(
     rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=8, beta_fast=32.0, beta_slow=1.0,
@@ -245,6 +246,36 @@ CASES |= {
         dict(
             DELTA, mlp_only_layers=[0, 1], num_experts=4, num_experts_per_tok=2,
             rope_parameters=dict(ROPE, partial_rotary_factor=0.5),
+        ),
+    ),
+}
+MIXTURES |= {
+    "deepseek v3 mixture": (
+        "DeepseekV3",
+        dict(
+            LATENTS, first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=20,
+            n_shared_experts=1, n_group=4, topk_group=2, routed_scaling_factor=2.5,
+        ),
+    ),
+    "deepseek v2 mixture": (
+        "DeepseekV2",
+        dict(
+            LATENTS, first_k_dense_replace=0, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=12,
+            n_shared_experts=2, n_group=3, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=4.0,
+        ),
+    ),
+    "deepseek v2 mixture by scores": (
+        "DeepseekV2",
+        dict(
+            LATENTS, first_k_dense_replace=1, q_lora_rank=None, n_routed_experts=5, num_experts_per_tok=3,
+            moe_intermediate_size=12, n_shared_experts=1, topk_method="greedy",
+        ),
+    ),
+    "glm4 moe lite mixture": (
+        "Glm4MoeLite",
+        dict(
+            LATENTS, rms_norm_eps=1e-5, n_routed_experts=7, num_experts_per_tok=2, moe_intermediate_size=20,
+            n_shared_experts=1, routed_scaling_factor=1.8,
         ),
     ),
 }

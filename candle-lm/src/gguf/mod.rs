@@ -2,6 +2,7 @@
 
 mod experts;
 pub(super) mod export;
+mod latent;
 mod pre_tokenizer;
 pub(super) mod rope;
 mod sentencepiece;
@@ -26,7 +27,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 27] = [
+const ARCHITECTURES: [(&str, &str, bool); 28] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -57,6 +58,7 @@ const ARCHITECTURES: [(&str, &str, bool); 27] = [
     ("cohere2", "cohere2", false),
     ("nemotron", "nemotron", false),
     ("lfm2", "lfm2", false),
+    (latent::KIND, "deepseek_v3", false),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
@@ -110,11 +112,19 @@ const TENSORS: [(&str, &str); 5] = [
 ];
 
 /// The names of modules of layers.
-const MODULES: [(&str, &str); 19] = [
+const MODULES: [(&str, &str); 27] = [
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
     ("attn_v", "self_attn.v_proj"),
     ("attn_qkv", FUSED_QKV),
+    ("attn_q_a", "self_attn.q_a_proj"),
+    ("attn_q_a_norm", "self_attn.q_a_layernorm"),
+    ("attn_q_b", "self_attn.q_b_proj"),
+    ("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa"),
+    ("attn_kv_a_norm", "self_attn.kv_a_layernorm"),
+    ("attn_kv_b", "self_attn.kv_b_proj"),
+    ("attn_k_b", "self_attn.k_b_proj"),
+    ("attn_v_b", "self_attn.v_b_proj"),
     ("attn_output", "self_attn.o_proj"),
     ("ffn_gate", "mlp.gate_proj"),
     ("ffn_up", "mlp.up_proj"),
@@ -159,6 +169,7 @@ pub(super) fn open(path: &Path, ignored: &[String], has_values: bool) -> Result<
             weights = weights.unsqueeze(&name, 1)?;
         }
     }
+    let weights = latent::joined(weights)?;
     // A stage with the output layer reads the table by itself.
     let weights =
         if has_head { weights } else { weights.alias("model.embed_tokens.weight", "lm_head.weight")? };
@@ -188,7 +199,8 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         let Some(own) = key.strip_prefix(kind.as_str()).and_then(|key| key.strip_prefix('.')) else {
             continue;
         };
-        if rope::KEYS.contains(&own) || experts::KEYS.contains(&own) {
+        let is_latent = kind == latent::KIND && latent::KEYS.contains(&own);
+        if is_latent || rope::KEYS.contains(&own) || experts::KEYS.contains(&own) {
             continue;
         }
         let Some((_, name)) = FIELDS.iter().find(|(field, _)| *field == own) else {
@@ -239,7 +251,10 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         fields.entry("sliding_window").or_insert(Value::Null);
     }
     rope::fields(kind, metadata, (weights, has_values), &mut fields)?;
-    experts::fields(kind, metadata, weights, &mut fields)?;
+    match kind == latent::KIND {
+        true => latent::fields(metadata, &mut fields)?,
+        false => experts::fields(kind, metadata, weights, &mut fields)?,
+    }
     let ends: Vec<u64> = ["eos_token_id", "eot_token_id", "eom_token_id"]
         .iter()
         .filter_map(|name| whole(metadata.get(&format!("tokenizer.ggml.{name}"))?))
@@ -263,7 +278,8 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     }
     rope::read_factors(&mut config, (weights, has_values))?;
     let (dim, turned) = (config.heads().dim, config.rotary_width());
-    for (key, width) in [("attention.value_length", dim), ("rope.dimension_count", turned)] {
+    let value = config.parts.latent.is_none().then_some(("attention.value_length", dim));
+    for (key, width) in value.into_iter().chain([("rope.dimension_count", turned)]) {
         ensure!(
             number(key).is_none_or(|n| n as usize == width),
             "{kind}.{key} is not {width}, the width of a head that is {dim} wide, which is not supported"

@@ -5,7 +5,7 @@ use candle_core::{DType, Device};
 use candle_shard::Weights;
 use serde_json::{Map, Value, json};
 
-use super::{Metadata, plain, whole};
+use super::{Metadata, latent, plain, whole};
 use crate::config::{Config, RopeScaling};
 
 /// The kinds of models that may turn a share of each head.
@@ -26,7 +26,7 @@ const YARN: [(&str, &str); 4] = [
     ("rope.scaling.yarn_beta_slow", "beta_slow"),
 ];
 
-/// The part of the factor of YaRN that scores have apart from it: `mscale_all_dim`.
+/// The part of the factor of YaRN that scores have apart from it: `mscale_all_dim`, a tenth of it in latent attention.
 const LOG_MULTIPLIER: &str = "rope.scaling.yarn_log_multiplier";
 /// How fast queries grow with their positions.
 const TEMPERATURE: &str = "attention.temperature_scale";
@@ -67,6 +67,13 @@ pub(super) fn fields(
         .and_then(|factor| factor.as_f64())
         .map_or(1.0, |factor| 0.1 * factor.max(1.0).ln() + 1.0);
     let known: &[&str] = match scaling {
+        Some("yarn") if kind == latent::KIND => &[
+            "rope.scaling.factor",
+            "rope.scaling.original_context_length",
+            "rope.scaling.yarn_beta_fast",
+            "rope.scaling.yarn_beta_slow",
+            LOG_MULTIPLIER,
+        ],
         Some("yarn") => &[
             "rope.scaling.factor",
             "rope.scaling.original_context_length",
@@ -110,7 +117,17 @@ pub(super) fn fields(
             let said = YARN.iter().filter_map(|(key, name)| Some(((*name).to_owned(), plain(own(key)?)?)));
             let mut said: Map<String, Value> =
                 said.chain([("rope_type".to_owned(), json!("yarn"))]).collect();
-            if let Some(all) = own(LOG_MULTIPLIER).and_then(plain) {
+            if kind == latent::KIND {
+                // Cosines and sines have no factor.
+                let share = own(LOG_MULTIPLIER).and_then(plain).and_then(|share| share.as_f64());
+                match share.filter(|&share| share != 0.0) {
+                    Some(share) => ["mscale", "mscale_all_dim"]
+                        .into_iter()
+                        .for_each(|name| drop(said.insert(name.into(), json!(10.0 * share)))),
+                    None => drop(said.insert("attention_factor".into(), json!(1.0))),
+                }
+            }
+            if let Some(all) = own(LOG_MULTIPLIER).and_then(plain).filter(|_| kind != latent::KIND) {
                 said.extend([("mscale".to_owned(), json!(1.0)), ("mscale_all_dim".to_owned(), all)]);
             }
             said.extend(own(TEMPERATURE).and_then(plain).map(|scale| ("llama_4_scaling_beta".into(), scale)));

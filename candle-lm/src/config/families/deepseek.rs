@@ -1,15 +1,17 @@
 //! The families of DeepSeek, and others with latent attention.
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use candle_shard::kernels::RopePairs;
+use candle_shard::nn::{ExpertGroups, Scores};
 use serde_json::Value;
 
-use super::{Family, PLAIN};
+use super::{Family, PLAIN, drafts};
+use crate::config::experts::{DEEPSEEK_FIELDS, Experts};
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
-use crate::config::fields::Plain::{One, Text, True};
+use crate::config::fields::Plain::{False, One, Text, True};
 use crate::config::fields::{Fields, joined};
 use crate::config::parts::{LatentWidths, Parts};
-use crate::config::{MOST, MOST_LAYERS, rope};
+use crate::config::{MOST, rope};
 
 /// Their rows.
 pub(super) static FAMILIES: [Family; 4] = [
@@ -18,7 +20,7 @@ pub(super) static FAMILIES: [Family; 4] = [
         architecture: "DeepseekV3ForCausalLM",
         fields: &V3,
         absent: PLAIN,
-        parts: |fields, layers| latent(fields, layers, 3),
+        parts: v3,
     },
     // The same model by another name.
     Family {
@@ -26,23 +28,41 @@ pub(super) static FAMILIES: [Family; 4] = [
         architecture: "DeepseekV3ForCausalLM",
         fields: &V3,
         absent: PLAIN,
-        parts: |fields, layers| latent(fields, layers, 3),
-    },
-    Family {
-        model_type: "deepseek_v2",
-        architecture: "DeepseekV2ForCausalLM",
-        fields: &V2,
-        absent: PLAIN,
-        parts: |fields, layers| latent(fields, layers, 0),
+        parts: v3,
     },
     Family {
         model_type: "glm4_moe_lite",
         architecture: "Glm4MoeLiteForCausalLM",
         fields: &V3,
         absent: PLAIN,
-        parts: |fields, layers| latent(fields, layers, 1),
+        parts: v3,
+    },
+    Family {
+        model_type: "deepseek_v2",
+        architecture: "DeepseekV2ForCausalLM",
+        fields: &V2,
+        absent: PLAIN,
+        parts: |fields, layers| {
+            let experts = experts(fields, layers)?;
+            let groups = match fields.get("topk_method").and_then(Value::as_str) {
+                None | Some("greedy") => None,
+                // The score of a group is that of its best expert.
+                Some("group_limited_greedy") => {
+                    experts.groups.map(|groups| ExpertGroups { best: 1, ..groups })
+                }
+                Some(other) => {
+                    bail!("topk_method is {other:?}, and only greedy and group_limited_greedy are supported")
+                }
+            };
+            let (scores, normalize) = (Scores::Softmax, false);
+            latent(fields, Experts { scores, groups, has_bias: false, normalize, ..experts })
+        },
     },
 ];
+
+fn v3(fields: &Fields, layers: usize) -> Result<Parts> {
+    Ok(Parts { draft_layers: drafts(fields)?, ..latent(fields, experts(fields, layers)?)? })
+}
 
 /// Families that are not supported, and why.
 pub(super) const REFUSED: [(&str, &str); 3] = [
@@ -57,53 +77,61 @@ pub(super) const REFUSED: [(&str, &str); 3] = [
 const SPARSE: &str =
     "each token attends to the keys that an indexer chooses (sparse attention), which is not implemented";
 
-const V3: [(&str, FieldRule); 27] = joined(
-    LATENT,
+const V3: [(&str, FieldRule); 29] =
+    joined([("rope_interleave", Used), ("topk_method", Only(Text("noaux_tc")))], LATENT);
+
+const V2: [(&str, FieldRule); 31] = joined(
     [
-        ("mlp_layer_types", Used),
-        ("rope_interleave", Used),
-        ("scoring_func", Only(Text("sigmoid"))),
-        ("topk_method", Only(Text("noaux_tc"))),
+        ("norm_topk_prob", Only(False)),
+        ("rope_interleave", Only(True)),
+        ("scoring_func", Only(Text("softmax"))),
+        ("topk_method", Used),
+    ],
+    LATENT,
+);
+
+const LATENT: [(&str, FieldRule); 27] = joined(
+    DEEPSEEK_FIELDS,
+    [
+        ("attention_bias", Used),
+        // They follow from other widths.
+        ("head_dim", Harmless),
+        ("qk_head_dim", Harmless),
+        ("kv_lora_rank", Used),
+        ("q_lora_rank", Used),
+        ("qk_nope_head_dim", Used),
+        ("qk_rope_head_dim", Used),
+        ("v_head_dim", Used),
+        ("moe_layer_freq", Only(One)),
+        // Of another training, and of another distribution.
+        ("aux_loss_alpha", Harmless),
+        ("seq_aux", Harmless),
+        ("ep_size", Harmless),
     ],
 );
 
-const V2: [(&str, FieldRule); 26] = joined(
-    LATENT,
-    [("rope_interleave", Only(True)), ("scoring_func", Only(Text("softmax"))), ("topk_method", Harmless)],
-);
-
-/// The fields of all these families. Those of routers have no effect in models without experts.
-const LATENT: [(&str, FieldRule); 23] = [
-    ("attention_bias", Used),
-    ("first_k_dense_replace", Used),
-    ("num_nextn_predict_layers", Used),
-    // They follow from other widths.
-    ("head_dim", Harmless),
-    ("qk_head_dim", Harmless),
-    ("kv_lora_rank", Used),
-    ("q_lora_rank", Used),
-    ("qk_nope_head_dim", Used),
-    ("qk_rope_head_dim", Used),
-    ("v_head_dim", Used),
-    ("moe_layer_freq", Only(One)),
-    // Of another training.
-    ("aux_loss_alpha", Harmless),
-    ("seq_aux", Harmless),
-    ("output_router_logits", Harmless),
-    // How experts were distributed.
-    ("ep_size", Harmless),
-    ("moe_intermediate_size", Harmless),
-    ("n_group", Harmless),
-    ("n_routed_experts", Harmless),
-    ("n_shared_experts", Harmless),
-    ("norm_topk_prob", Harmless),
-    ("num_experts_per_tok", Harmless),
-    ("routed_scaling_factor", Harmless),
-    ("topk_group", Harmless),
+/// Fields whose absence means something else in each family.
+const NAMED: [&str; 7] = [
+    "moe_intermediate_size",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "routed_scaling_factor",
+    "topk_group",
 ];
 
-/// The parts of a model of latent attention whose layers have experts, but the first `dense` ones without a field that says so.
-fn latent(fields: &Fields, layers: usize, dense: usize) -> Result<Parts> {
+/// The experts of DeepSeek 3.
+fn experts(fields: &Fields, layers: usize) -> Result<Experts> {
+    let dense = ["first_k_dense_replace", "mlp_layer_types"];
+    let dense = if dense.iter().any(|name| fields.has(name)) { None } else { Some(dense[0]) };
+    let absent = NAMED.into_iter().find(|name| !fields.has(name)).or(dense);
+    ensure!(absent.is_none(), "there is no {}", absent.unwrap_or_default());
+    Experts::deepseek(fields, layers)
+}
+
+/// The parts of a model of latent attention whose layers have these experts, if some have.
+fn latent(fields: &Fields, experts: Experts) -> Result<Parts> {
     let width = |name| fields.size(name, MOST);
     let widths = LatentWidths {
         query: fields.optional_size("q_lora_rank", MOST)?,
@@ -112,18 +140,6 @@ fn latent(fields: &Fields, layers: usize, dense: usize) -> Result<Parts> {
         rotary: width("qk_rope_head_dim")?,
         value: width("v_head_dim")?,
     };
-    let dense = match fields.get("mlp_layer_types").and_then(Value::as_array) {
-        Some(types) => types.iter().take_while(|kind| *kind == "dense").count(),
-        None => {
-            fields.get("first_k_dense_replace").and_then(Value::as_u64).map_or(dense, |dense| dense as usize)
-        }
-    };
-    ensure!(
-        dense >= layers,
-        "layers with experts are not supported in model_type {:?}",
-        fields.family.model_type
-    );
-    let drafts = fields.factor("num_nextn_predict_layers")?.unwrap_or(1.0);
     let pairs = match fields.switch_or("rope_interleave", true)? {
         true => RopePairs::Neighbors,
         false => RopePairs::Halves,
@@ -135,7 +151,7 @@ fn latent(fields: &Fields, layers: usize, dense: usize) -> Result<Parts> {
         output_bias: biased,
         scores_scale: Some(rope::scores_factor(fields)? / ((widths.own + widths.rotary) as f64).sqrt()),
         latent: Some(widths),
-        draft_layers: (drafts as usize).min(MOST_LAYERS),
+        experts: Some(experts).filter(|experts| experts.layers.contains(&true)),
         ..Parts::default()
     })
 }

@@ -2,10 +2,8 @@
 
 use anyhow::Result;
 use candle_shard::kernels::RopePairs;
-use serde_json::json;
 
-use super::{Family, FamilyDefaults, PLAIN, biased};
-use crate::config::MOST_LAYERS;
+use super::{Family, FamilyDefaults, PLAIN, biased, drafts};
 use crate::config::experts::{DEEPSEEK_FIELDS, Experts};
 use crate::config::fields::FieldRule::{self, Used};
 use crate::config::fields::{Fields, joined};
@@ -56,14 +54,6 @@ fn glm(fields: &Fields, norms: Norms) -> Result<Parts> {
         fused: &[FUSED_GATE],
         ..Parts::default()
     })
-}
-
-/// The layers that predict further tokens: one without the field.
-fn drafts(fields: &Fields) -> Result<usize> {
-    match fields.get("num_nextn_predict_layers") {
-        Some(count) if *count == json!(0) => Ok(0),
-        _ => Ok(fields.optional_size("num_nextn_predict_layers", MOST_LAYERS)?.unwrap_or(1)),
-    }
 }
 
 const GLM4_MOE: [(&str, FieldRule); 18] = joined(

@@ -13,8 +13,9 @@ mod qwen3_5;
 mod singles;
 
 use anyhow::{Result, ensure};
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use super::MOST_LAYERS;
 use super::fields::FieldRule::{self, Used};
 use super::fields::Fields;
 use super::parts::Parts;
@@ -131,6 +132,14 @@ fn windows(
     let types = fields.layer_types(layers)?;
     let is_sliding = |i: usize| types.as_ref().map_or(!(i + 1).is_multiple_of(pattern), |types| types[i]);
     Ok((0..layers).map(|i| window.filter(|_| is_sliding(i))).collect())
+}
+
+/// The layers that predict further tokens: one without the field.
+fn drafts(fields: &Fields) -> Result<usize> {
+    match fields.get("num_nextn_predict_layers") {
+        Some(count) if *count == json!(0) => Ok(0),
+        _ => Ok(fields.optional_size("num_nextn_predict_layers", MOST_LAYERS)?.unwrap_or(1)),
+    }
 }
 
 /// Refuses layers that do not see all tokens.

@@ -82,11 +82,10 @@ fn has_state(family: &Family) -> bool {
 }
 
 #[test]
-fn texts_of_models_with_windows_and_states_are_alike_in_batches_and_alone() {
-    for family in families()
-        .models
-        .iter()
-        .filter(|family| has_state(family) || ["mistral", "gemma2", "gemma3"].contains(&&*family.case))
+fn texts_of_models_with_windows_states_and_latents_are_alike_in_batches_and_alone() {
+    let others = ["mistral", "gemma2", "gemma3", "deepseek v3", "deepseek v2 mixture"];
+    for family in
+        families().models.iter().filter(|family| has_state(family) || others.contains(&&*family.case))
     {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &family.config);

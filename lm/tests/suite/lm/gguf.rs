@@ -7,8 +7,10 @@ use std::path::Path;
 use candle_core::quantized::gguf_file::{self, Value as Stored};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
+use candle_lm::config::parts::LatentWidths;
 use candle_lm::config::{Config, RopeScaling};
 use candle_lm::files::Files;
+use candle_shard::nn::Scores;
 use serde_json::{Value, json};
 use test_utils::on_ranks;
 
@@ -17,7 +19,7 @@ use crate::lm::families::{Families, Family, families, greedy, logits, stored};
 use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
-const MODULES: [(&str, &str); 30] = [
+const MODULES: [(&str, &str); 38] = [
     ("token_embd", "model.embed_tokens"),
     ("output_norm", "model.norm"),
     ("output", "lm_head"),
@@ -26,6 +28,14 @@ const MODULES: [(&str, &str); 30] = [
     ("attn_k", "self_attn.k_proj"),
     ("attn_v", "self_attn.v_proj"),
     ("attn_qkv", "self_attn.qkv_proj"),
+    ("attn_q_a", "self_attn.q_a_proj"),
+    ("attn_q_a_norm", "self_attn.q_a_layernorm"),
+    ("attn_q_b", "self_attn.q_b_proj"),
+    ("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa"),
+    ("attn_kv_a_norm", "self_attn.kv_a_layernorm"),
+    ("attn_kv_b", "self_attn.kv_b_proj"),
+    ("attn_k_b", "self_attn.k_b_proj"),
+    ("attn_v_b", "self_attn.v_b_proj"),
     ("attn_output", "self_attn.o_proj"),
     ("attn_q_norm", "self_attn.q_norm"),
     ("attn_k_norm", "self_attn.k_norm"),
@@ -91,8 +101,26 @@ fn converted(config: &Config) -> HashMap<String, Tensor> {
     tensors
 }
 
+/// The keys, turned around, and the values of all heads, which newer converters write apart.
+fn apart(config: &Config, tensors: &mut HashMap<String, Tensor>) {
+    let Some(LatentWidths { rank, own, value, .. }) = config.parts.latent else { return };
+    for layer in 0..config.num_hidden_layers {
+        let name = |part: &str| format!("model.layers.{layer}.self_attn.{part}.weight");
+        let both = tensors.remove(&name("kv_b_proj")).unwrap();
+        let both = both.reshape((config.num_attention_heads, own + value, rank)).unwrap();
+        let [keys, values] = [(0, own), (own, value)].map(|(first, len)| both.narrow(1, first, len).unwrap());
+        tensors.insert(name("k_b_proj"), keys.transpose(1, 2).unwrap());
+        tensors.insert(name("v_b_proj"), values);
+    }
+}
+
 /// Writes the model of a config as a converter does; matrices whose rows are whole blocks become `dtype`.
 pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
+    write_as(path, fields, dtype, false);
+}
+
+/// Writes the model of a config as a converter does, or as an `old` one did.
+fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
     let config = Config::parse(&fields.to_string()).unwrap();
     let model_type = fields["model_type"].as_str().unwrap();
     let kind = match model_type {
@@ -106,13 +134,18 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         "glm" => "chatglm",
         "ministral3" => "mistral3",
         "cohere" => "command-r",
+        "deepseek_v3" | "deepseek_v2" | "glm4_moe_lite" => "deepseek2",
         other => other,
     };
     let (is_gemma, is_permuted) =
         (kind.starts_with("gemma"), ["llama", "smollm3", "granite", "mistral3"].contains(&kind));
     let heads = config.heads();
     let mut tensors: HashMap<String, QTensor> = HashMap::new();
-    for (name, tensor) in converted(&config) {
+    let mut all = converted(&config);
+    if !old {
+        apart(&config, &mut all);
+    }
+    for (name, tensor) in all {
         let tensor = match &name {
             name if config.parts.norms_add_one && name.ends_with("norm.weight") => (tensor + 1.0).unwrap(),
             name if name.contains("conv.conv") => tensor.squeeze(1).unwrap(),
@@ -149,6 +182,9 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         ("rope.dimension_count", Stored::U32((heads.dim as f64 * config.parts.rotary_share) as u32)),
         ("rope.freq_base", Stored::F32(config.rope_theta as f32)),
     ];
+    if let Some(widths) = config.parts.latent {
+        latent(widths, fields, &mut metadata, old);
+    }
     rope(&config, &mut metadata, &mut tensors);
     if let Some(experts) = &config.parts.experts {
         metadata.push(("expert_count", Stored::U32(experts.count as u32)));
@@ -156,6 +192,25 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         if ["glm4moe", "minimax-m2"].contains(&kind) {
             metadata.push(("expert_gating_func", Stored::U32(2)));
             metadata.push(("expert_feed_forward_length", Stored::U32(experts.hidden as u32)));
+        }
+        if kind == "deepseek2" {
+            let is_sigmoid = experts.scores == Scores::Sigmoid;
+            // Files of DeepSeek 2 did not say it.
+            metadata.extend(is_sigmoid.then_some(("expert_gating_func", Stored::U32(2))));
+            let dense = (0..config.num_hidden_layers).take_while(|&layer| !experts.are_in(layer)).count();
+            metadata.extend([
+                ("leading_dense_block_count", Stored::U32(dense as u32)),
+                ("expert_feed_forward_length", Stored::U32(experts.hidden as u32)),
+                ("expert_shared_count", size("n_shared_experts")),
+                ("expert_weights_scale", Stored::F32(experts.scale as f32)),
+                ("expert_weights_norm", Stored::Bool(experts.normalize)),
+            ]);
+            metadata.extend(experts.groups.iter().flat_map(|groups| {
+                [
+                    ("expert_group_count", Stored::U32(groups.count as u32)),
+                    ("expert_group_used_count", Stored::U32(groups.chosen as u32)),
+                ]
+            }));
         }
         if kind == "glm4moe" {
             // One more layer than the model has, which predicts further tokens.
@@ -232,6 +287,33 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     let all: Vec<(&str, &Stored)> = all.iter().map(|(key, value)| (key.as_str(), value)).collect();
     gguf_file::write(&mut fs::File::create(path).unwrap(), &all, &tensors).unwrap();
+}
+
+/// What a converter writes of latent attention.
+fn latent(widths: LatentWidths, fields: &Value, metadata: &mut Vec<(&str, Stored)>, old: bool) {
+    let LatentWidths { query, rank, own, rotary, value } = widths;
+    let number = |n: usize| Stored::U32(n as u32);
+    let replaced = ["attention.key_length", "attention.value_length", "rope.dimension_count"];
+    metadata.retain(|(key, _)| !replaced.contains(key) && (old || *key != "attention.head_count_kv"));
+    metadata.push(("rope.dimension_count", number(rotary)));
+    metadata.push(("attention.kv_lora_rank", number(rank)));
+    metadata.extend(query.map(|rank| ("attention.q_lora_rank", number(rank))));
+    match old {
+        true => metadata.extend([
+            ("attention.key_length", number(own + rotary)),
+            ("attention.value_length", number(value)),
+        ]),
+        // One head of latents.
+        false => metadata.extend([
+            ("attention.head_count_kv", number(1)),
+            ("attention.key_length", number(rank + rotary)),
+            ("attention.value_length", number(rank)),
+            ("attention.key_length_mla", number(own + rotary)),
+            ("attention.value_length_mla", number(value)),
+        ]),
+    }
+    let share = fields["rope_parameters"]["mscale_all_dim"].as_f64();
+    metadata.extend(share.map(|share| ("rope.scaling.yarn_log_multiplier", Stored::F32(0.1 * share as f32))));
 }
 
 /// What a converter writes of scaled rotary positions, except that of Gemma 3.
@@ -323,10 +405,8 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         "qwen3 moe with raw weights",
         "seed oss with other biases",
         "ernie with biases",
-        "deepseek v3",
+        // Positions of halves, and a factor of cosines.
         "deepseek v3 with scaled scores",
-        "deepseek v2",
-        "glm4 moe lite",
         // Files of these are not read.
         "qwen3.5",
         "qwen3.5 with as many values",
@@ -336,6 +416,14 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         config["intermediate_size"] = json!(64);
         if let Some(hidden) = config.get_mut("moe_intermediate_size") {
             *hidden = json!(64);
+        }
+        if config.get("kv_lora_rank").is_some() {
+            config["hidden_size"] = json!(64);
+            for name in ["kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"] {
+                if !config[name].is_null() {
+                    config[name] = json!(32);
+                }
+            }
         }
         if let Some(scalar) = config.get_mut("query_pre_attn_scalar") {
             *scalar = json!(16);
@@ -373,6 +461,27 @@ fn a_gguf_file_computes_what_the_folder_computes() {
                         ctx.world_size()
                     );
                 }
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn keys_and_values_of_latents_in_one_tensor_are_those_that_are_apart() {
+    let (prompt, models) = convertible();
+    let folder = tempfile::tempdir().unwrap();
+    let [old, new] = ["old.gguf", "new.gguf"].map(|name| folder.path().join(name));
+    for Family { case, config, .. } in
+        models.into_iter().filter(|model| !model.config["kv_lora_rank"].is_null())
+    {
+        write_as(&old, &config, GgmlDType::F32, true);
+        write_as(&new, &config, GgmlDType::F32, false);
+        for ranks in 1..=3 {
+            let (old, new, prompt, case) = (old.clone(), new.clone(), prompt.clone(), case.clone());
+            on_ranks(ranks, &case.clone(), move |ctx| -> anyhow::Result<()> {
+                let (got, want) = (logits(ctx, &old, &prompt, false)?, logits(ctx, &new, &prompt, false)?);
+                assert_eq!(got, want, "{case} on {}", ctx.world_size());
                 Ok(())
             });
         }

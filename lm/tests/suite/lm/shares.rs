@@ -80,6 +80,7 @@ fn models_in_unlike_shares_write_the_text_of_one_rank() {
             "mixtral",
             "qwen3 moe",
             "deepseek v3",
+            "deepseek v3 mixture",
             "lfm2",
             "qwen3.5",
             "qwen3 next",

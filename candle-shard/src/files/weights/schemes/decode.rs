@@ -2,6 +2,7 @@
 use super::super::{StoredTensor, Weights, read, runs};
 use super::{NestedScales, Scheme};
 use crate::{Error, Result};
+use candle_core::Device;
 use float8::F8E4M3;
 use half::{bf16, f16};
 use std::ops::Range;
@@ -27,6 +28,7 @@ impl Scheme {
             Self::Packed { codes, scales, zeros, bits, size } => {
                 part.packed(weights, [codes, scales], zeros.as_ref(), (*bits, *size))
             }
+            Self::Latent { keys, values } => part.latent(weights, [keys, values]),
             Self::Four { codes, table, scales, block, nested, columns } => {
                 part.four(weights, [codes, scales], (table, nested.as_ref()), [*block, *columns])
             }
@@ -80,6 +82,31 @@ impl MatrixPart {
             let (table, group_of) = (&table, &group_of);
             move |at| table[usize::from(held[at])] * scale[group_of[at]] * factor
         }))
+    }
+
+    fn latent(&self, weights: &Weights, [keys, values]: [&StoredTensor; 2]) -> Result<Vec<f32>> {
+        let (key, value, width) = (keys.shape[2], values.shape[1], self.columns.len());
+        let mut out = vec![0f32; self.rows.len() * width];
+        for head in groups(&self.rows, key + value) {
+            // The rows of this part that begin at a row of the matrix: where they are in `out`, and among those.
+            let rows = |first: usize, len: usize| {
+                let (start, end) = (self.rows.start.max(first), self.rows.end.min(first + len));
+                (start < end).then(|| ((start - self.rows.start) * width, start - first..end - first))
+            };
+            let first = head * (key + value);
+            if let Some((at, rows)) = rows(first, key) {
+                let height = rows.len();
+                let held = keys.elements(weights, &[head..head + 1, self.columns.clone(), rows])?;
+                for (i, out) in out[at..at + height * width].iter_mut().enumerate() {
+                    *out = held[i % width * height + i / width];
+                }
+            }
+            if let Some((at, rows)) = rows(first + key, value) {
+                let held = values.elements(weights, &[head..head + 1, rows, self.columns.clone()])?;
+                out[at..at + held.len()].copy_from_slice(&held);
+            }
+        }
+        Ok(out)
     }
 
     fn gptq(
@@ -290,6 +317,18 @@ impl StoredTensor {
     /// Returns a block of scales `[rows, columns]`. A scale of all columns is `[rows, 1]` or `[rows]`, and one of all `[1]` or `[]`.
     fn part(&self, weights: &Weights, block: [Range<usize>; 2]) -> Result<Vec<f32>> {
         self.floats(weights, &block[..self.shape.len().min(2)])
+    }
+
+    /// Returns the elements of a block, which may be quantized.
+    fn elements(&self, weights: &Weights, block: &[Range<usize>]) -> Result<Vec<f32>> {
+        match self.quantized() {
+            None => self.floats(weights, block),
+            Some(storage) => {
+                let read =
+                    weights.read_dequantized("a part of a weight", self, storage, block, &Device::Cpu)?;
+                Ok(read.flatten_all()?.to_vec1()?)
+            }
+        }
     }
 
     /// Returns the floats of a block.

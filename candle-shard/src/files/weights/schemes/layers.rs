@@ -58,6 +58,33 @@ impl Weights {
         Ok(self)
     }
 
+    /// Replaces the keys `[heads, latent, key]` and the values `[heads, value, latent]` of latent attention, as GGUF files have them, by the
+    /// weight `[heads · (key + value), latent]` of the module `to`: see [`LatentProjection`](crate::nn::LatentProjection). It is read as
+    /// floats, and each rank reads the blocks of its heads.
+    ///
+    /// # Errors
+    /// If one of the two is not there, they do not fit each other, or the module has a weight.
+    pub fn join_latent(mut self, keys: &str, values: &str, to: &str) -> Result<Self> {
+        let [of_keys, of_values] = [self.stored(keys)?.clone(), self.stored(values)?.clone()];
+        let shape = match (&of_keys.shape[..], &of_values.shape[..]) {
+            (&[heads, latent, key], &[of, value, width]) if (heads, latent) == (of, width) => {
+                key.checked_add(value).and_then(|rows| rows.checked_mul(heads)).map(|rows| [rows, latent])
+            }
+            _ => None,
+        };
+        let Some(shape) = shape.filter(|shape| !shape.contains(&0)) else {
+            let why = format!(
+                "and the values {values:?} {:?}; expected [heads, latent, key] and [heads, value, latent]",
+                of_values.shape
+            );
+            return Err(self.wrong(keys, &of_keys, &why));
+        };
+        self.tensors.remove(keys);
+        self.tensors.remove(values);
+        self.give(to, shape, Scheme::Latent { keys: of_keys, values: of_values })?;
+        Ok(self)
+    }
+
     /// Returns the modules that have a tensor of this name.
     fn modules(&self, suffix: &str) -> Vec<String> {
         self.tensors.keys().filter_map(|name| name.strip_suffix(suffix)).map(str::to_owned).collect()

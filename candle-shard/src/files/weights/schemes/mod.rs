@@ -35,6 +35,9 @@ pub(super) enum Scheme {
         bits: usize,
         size: usize,
     },
+    /// The keys `[heads, latent, key]` and the values `[heads, value, latent]` of latent attention: for each head the rows of its key, then
+    /// those of its value.
+    Latent { keys: StoredTensor, values: StoredTensor },
     /// bitsandbytes: two codes in a byte, row after row; a scale for each `block` of them.
     Four {
         codes: StoredTensor,
@@ -53,6 +56,7 @@ impl Scheme {
             | Self::Gptq { codes, .. }
             | Self::Awq { codes, .. }
             | Self::Packed { codes, .. }
+            | Self::Latent { keys: codes, .. }
             | Self::Four { codes, .. } => codes,
         }
     }
@@ -63,6 +67,7 @@ impl Scheme {
             Self::Scaled { scales, .. } => vec![scales],
             Self::Gptq { zeros, scales, groups, .. } => [zeros, scales].into_iter().chain(groups).collect(),
             Self::Awq { zeros, scales, .. } => vec![zeros, scales],
+            Self::Latent { values, .. } => vec![values],
             Self::Packed { scales, zeros, .. } => [scales].into_iter().chain(zeros).collect(),
             Self::Four { scales, nested, .. } => {
                 [scales].into_iter().chain(nested.as_ref().map(|nested| &nested.scales)).collect()
