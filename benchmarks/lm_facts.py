@@ -88,6 +88,7 @@ MIXTURES = {
 }
 
 # Dense families that differ from the first ones in a few parts.
+PLAIN_ROPE = dict(rope_type="default", rope_theta=10_000.0)
 ODD = dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
 DENSE = {
     "olmo3": (
@@ -137,6 +138,15 @@ DENSE = {
                 beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, max_position_embeddings=64, llama_4_scaling_beta=0.5,
             ),
         ),
+    ),
+    "cohere": ("Cohere", dict(logit_scale=0.25, rope_parameters=dict(PLAIN_ROPE))),
+    "cohere with biases": (
+        "Cohere", dict(ODD, attention_bias=True, logit_scale=2.0, tie_word_embeddings=False, rope_parameters=dict(PLAIN_ROPE))
+    ),
+    "cohere2": ("Cohere2", dict(ODD, sliding_window=4, layer_types=WINDOWS, rope_parameters=dict(PLAIN_ROPE))),
+    "nemotron": ("Nemotron", dict(ODD, rope_parameters=dict(PLAIN_ROPE, partial_rotary_factor=0.5))),
+    "nemotron with biases": (
+        "Nemotron", dict(attention_bias=True, mlp_bias=True, head_dim=16, rope_parameters=dict(PLAIN_ROPE))
     ),
     "glm4 without biases": ("Glm4", dict(head_dim=8, attention_bias=False, rope_parameters=ROPE)),
 }
@@ -261,7 +271,7 @@ def fact(case, family, fields):
         ids = torch.tensor([PROMPT])
         logits = model(ids).logits[0]
         # `generate` hides the token that ends texts from the first ones.
-        written = greedy_without_cache(model, PROMPT) if case in MIXTURES else greedy(model, ids)
+        written = greedy(model, ids) if case in CASES else greedy_without_cache(model, PROMPT)
     rounded = [[float(f"{x:.7g}") for x in logits[at].tolist()] for at in (0, -1)]
     return dict(
         case=case, config=json.loads(config.to_json_string(use_diff=False)),

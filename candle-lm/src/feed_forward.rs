@@ -9,7 +9,7 @@ use crate::config::experts::Experts;
 use crate::projection::{Projection, granule, in_blocks};
 use crate::{EXPERT_AXIS, LAYER_AXIS};
 
-/// A gated feed-forward network.
+/// A feed-forward network.
 #[derive(Debug)]
 pub(crate) enum FeedForward {
     Dense(Box<Dense>),
@@ -19,7 +19,7 @@ pub(crate) enum FeedForward {
 /// One network for all tokens.
 #[derive(Debug)]
 pub(crate) struct Dense {
-    gate: Projection,
+    gate: Option<Projection>,
     up: Projection,
     down: Projection,
     activation: Activation,
@@ -37,7 +37,10 @@ impl FeedForward {
         }
         let inner = in_blocks(config.intermediate_size, granule(&vb.pp("down_proj")));
         Ok(Self::Dense(Box::new(Dense {
-            gate: Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("gate_proj"))?,
+            gate: match parts.gated {
+                true => Some(Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("gate_proj"))?),
+                false => None,
+            },
             up: Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("up_proj"))?,
             down: Projection::new(inner, hidden, parts.mlp_bias, &vb.pp("down_proj"))?,
             activation: parts.activation,
@@ -49,6 +52,9 @@ impl FeedForward {
         match self {
             Self::Dense(dense) => {
                 let Dense { gate, up, down, activation } = &**dense;
+                let Some(gate) = gate else {
+                    return down.forward(&up.forward(x)?.activation(*activation)?);
+                };
                 let [gate, up] = gate.forward_both(up, x)?;
                 down.forward(&match activation {
                     Activation::Silu => gate.silu_gate(&up)?,

@@ -9,6 +9,7 @@ use crate::attention::SelfAttention;
 use crate::balance::DecoderRouter;
 use crate::cache::LayerTokens;
 use crate::config::Config;
+use crate::config::parts::Norms;
 use crate::feed_forward::FeedForward;
 use crate::norm::Norm;
 use crate::rope::Angles;
@@ -23,6 +24,8 @@ pub(crate) struct DecoderLayer {
     /// The router of the experts, in a model that learns their balance.
     router: Option<DecoderRouter>,
     branch_scale: f64,
+    /// Whether the feed-forward network has the states that attention has.
+    is_parallel: bool,
 }
 
 impl DecoderLayer {
@@ -39,6 +42,7 @@ impl DecoderLayer {
             feed_forward: FeedForward::new(config, layer, &vb.pp("mlp"))?,
             router: None,
             branch_scale: parts.branch_scale,
+            is_parallel: parts.norms == Norms::Shared,
         })
     }
 
@@ -57,6 +61,12 @@ impl DecoderLayer {
         angles: &Angles,
         turns: Option<Vec<LayerTokens<'_>>>,
     ) -> Result<DTensor> {
+        if self.is_parallel {
+            let [before, ..] = &self.norms;
+            let normed = through(before, x)?;
+            let mixed = self.add(x, &self.attention.forward(&normed, angles, turns)?)?;
+            return self.add(&mixed, &self.feed_forward.forward(&normed)?);
+        }
         self.fed(&self.mixed(x, angles, turns)?)
     }
 

@@ -74,7 +74,10 @@ impl Decoder {
     /// How a model is cut on the mesh axis `axis`: heads and feed-forward columns, tables by tokens. [Experts](candle_shard::nn::MoE) have axes
     /// of their own.
     pub fn plan(config: &Config, axis: &str) -> Plan {
-        let is_there = |module: &str| !module.contains(".mlp.") || config.has_dense_layers();
+        let is_there = |module: &str| {
+            (!module.contains(".mlp.") || config.has_dense_layers())
+                && (!module.ends_with(".gate_proj") || config.parts.gated)
+        };
         PLAN.into_iter().filter(|(module, _)| is_there(module)).fold(
             Plan::new(axis),
             |plan, (module, cut)| match cut {

@@ -5,11 +5,14 @@ use candle_shard::nn::{Init, MeshVarBuilder};
 use candle_shard::{DTensor, Replicate, Result};
 
 use crate::config::Config;
+use crate::config::parts::NormKind;
 
-/// A norm of rows by their root mean square.
+/// A norm of rows.
 #[derive(Debug)]
 pub(crate) struct Norm {
     weight: DTensor,
+    /// Of a norm that takes the mean away.
+    bias: Option<DTensor>,
     adds_one: bool,
     eps: f64,
 }
@@ -20,7 +23,12 @@ impl Norm {
         let adds_one = config.parts.norms_add_one;
         let init = Init::Const(if adds_one { 0.0 } else { 1.0 });
         let weight = vb.get(width, "weight", init, Replicate, false)?;
-        Ok(Self { weight, adds_one, eps: config.rms_norm_eps })
+        let bias = match config.parts.norm {
+            NormKind::Rms => None,
+            NormKind::Layer => Some(weight.zeros_like()?),
+            NormKind::LayerWithBias => Some(vb.get(width, "bias", Init::Const(0.0), Replicate, false)?),
+        };
+        Ok(Self { weight, bias, adds_one, eps: config.rms_norm_eps })
     }
 
     /// The device of the weight.
@@ -30,9 +38,10 @@ impl Norm {
 
     /// The normalized rows.
     pub(crate) fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        match self.adds_one {
-            true => x.rms_norm(&self.weight.affine(1.0, 1.0)?, self.eps),
-            false => x.rms_norm(&self.weight, self.eps),
+        let weight = if self.adds_one { &self.weight.affine(1.0, 1.0)? } else { &self.weight };
+        match &self.bias {
+            None => x.rms_norm(weight, self.eps),
+            Some(bias) => x.layer_norm(weight, bias, self.eps),
         }
     }
 

@@ -209,6 +209,12 @@ impl Fields {
         if self.has(name) { self.optional_size(name, super::MOST) } else { Ok(absent) }
     }
 
+    /// Every how many layers one sees all tokens, if the fields say so.
+    pub(super) fn pattern(&self, layers: usize) -> Result<Option<usize>> {
+        let names = ["sliding_window_pattern", "_sliding_window_pattern"];
+        names.iter().find_map(|name| self.optional_size(name, layers.max(64)).transpose()).transpose()
+    }
+
     /// For each layer whether it has a sliding window, if `layer_types` says so; of any number of layers for
     /// `usize::MAX`.
     pub(super) fn layer_types(&self, layers: usize) -> Result<Option<Vec<bool>>> {

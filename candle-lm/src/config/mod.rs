@@ -183,7 +183,7 @@ impl Config {
             head_dim: fields.optional_size("head_dim", MOST)?.or(absent.head_dim),
             vocab_size: fields.size("vocab_size", MOST)?,
             max_position_embeddings: fields.size("max_position_embeddings", MOST)?,
-            rms_norm_eps: fields.positive("rms_norm_eps")?,
+            rms_norm_eps: fields.positive(fields.family.eps())?,
             rope_theta,
             rope_scaling,
             tie_word_embeddings: fields.switch_or("tie_word_embeddings", absent.tied)?,

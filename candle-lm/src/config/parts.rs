@@ -12,6 +12,8 @@ use super::experts::Experts;
 pub struct Parts {
     /// Where layers have norms.
     pub norms: Norms,
+    /// What norms of hidden states compute.
+    pub norm: NormKind,
     /// Whether the files hold the weights of norms less one.
     pub norms_add_one: bool,
     /// Norms of queries and keys.
@@ -22,7 +24,9 @@ pub struct Parts {
     pub output_bias: bool,
     /// Whether the feed-forward layers have biases.
     pub mlp_bias: bool,
-    /// The activation of the gate.
+    /// Whether the feed-forward layers have a gate.
+    pub gated: bool,
+    /// The activation of the gate, or without one of the inner states.
     pub activation: Activation,
     /// How many keys a token sees in each layer, its own included; all layers see all without a list.
     pub windows: Vec<Option<usize>>,
@@ -88,6 +92,19 @@ pub enum Norms {
     Both,
     /// On both sides, under the names of GLM-4.
     BothOfGlm,
+    /// One before attention and feed-forward layers, which run side by side.
+    Shared,
+}
+
+/// What a norm computes of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormKind {
+    /// Its root mean square becomes one.
+    Rms,
+    /// Its mean becomes zero, and its deviation one.
+    Layer,
+    /// The same, and a bias is added.
+    LayerWithBias,
 }
 
 /// Norms of queries and keys.
@@ -144,6 +161,7 @@ impl Norms {
                 Some(attention),
                 Some("post_mlp_layernorm"),
             ],
+            Self::Shared => [Some("input_layernorm"), None, None, None],
         }
     }
 }
@@ -152,11 +170,13 @@ impl Default for Parts {
     fn default() -> Self {
         Self {
             norms: Norms::Before,
+            norm: NormKind::Rms,
             norms_add_one: false,
             qk_norm: QkNorm::None,
             qkv_bias: false,
             output_bias: false,
             mlp_bias: false,
+            gated: true,
             activation: Activation::Silu,
             windows: Vec::new(),
             rotary: Vec::new(),

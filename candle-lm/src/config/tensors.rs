@@ -4,7 +4,7 @@ use candle_shard::nn::Heads;
 
 use super::Config;
 use super::experts::Experts;
-use super::parts::{FUSED_GATE, FUSED_QKV, Parts};
+use super::parts::{FUSED_GATE, FUSED_QKV, NormKind, Parts};
 
 /// The name and shape of a tensor.
 type Tensor = (String, Vec<usize>);
@@ -23,6 +23,9 @@ impl Config {
             ("model.embed_tokens.weight".to_owned(), vec![self.vocab_size, hidden]),
             ("model.norm.weight".to_owned(), vec![hidden]),
         ];
+        if self.parts.norm == NormKind::LayerWithBias {
+            tensors.push(("model.norm.bias".to_owned(), vec![hidden]));
+        }
         if !self.tie_word_embeddings {
             tensors.push(("lm_head.weight".to_owned(), vec![self.vocab_size, hidden]));
         }
@@ -47,7 +50,7 @@ impl Config {
             ("mlp.down_proj", hidden, inner, mlp_bias),
         ];
         let experts = self.parts.experts(layer);
-        let dense = dense.into_iter().filter(|_| experts.is_none());
+        let dense = dense.into_iter().skip(usize::from(!self.parts.gated)).filter(|_| experts.is_none());
         let mut tensors = Vec::new();
         for (name, rows, columns, has_bias) in attention.into_iter().chain(dense) {
             tensors.push((named(name, "weight"), vec![rows, columns]));
@@ -64,7 +67,11 @@ impl Config {
                     .map(|(part, [rows, columns])| (name(part), vec![*count, rows, columns])),
             );
         }
-        tensors.extend(norms.names().into_iter().flatten().map(|name| (named(name, "weight"), vec![hidden])));
+        for name in norms.names().into_iter().flatten() {
+            tensors.push((named(name, "weight"), vec![hidden]));
+            let has_bias = self.parts.norm == NormKind::LayerWithBias;
+            tensors.extend(has_bias.then(|| (named(name, "bias"), vec![hidden])));
+        }
         for (name, width) in
             qk_norm.names().into_iter().zip(qk_norm.widths(self.heads()).into_iter().flatten())
         {

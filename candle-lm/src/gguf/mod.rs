@@ -26,7 +26,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 21] = [
+const ARCHITECTURES: [(&str, &str, bool); 24] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -51,10 +51,13 @@ const ARCHITECTURES: [(&str, &str, bool); 21] = [
     ("ernie4_5", "ernie4_5", false),
     ("chatglm", "glm", false),
     ("glm4", "glm4", false),
+    ("command-r", "cohere", false),
+    ("cohere2", "cohere2", false),
+    ("nemotron", "nemotron", false),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 27] = [
+const FIELDS: [(&str, Option<&str>); 28] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -65,6 +68,7 @@ const FIELDS: [(&str, Option<&str>); 27] = [
     ("attention.key_length", Some("head_dim")),
     ("attention.value_length", None),
     ("attention.layer_norm_rms_epsilon", Some("rms_norm_eps")),
+    ("attention.layer_norm_epsilon", Some("layer_norm_eps")),
     ("attention.causal", Some("is_causal")),
     ("attention.sliding_window", Some("sliding_window")),
     ("attention.sliding_window_pattern", Some("sliding_window_pattern")),
@@ -86,9 +90,10 @@ const FIELDS: [(&str, Option<&str>); 27] = [
 ];
 
 /// The names of tensors outside of layers.
-const TENSORS: [(&str, &str); 3] = [
+const TENSORS: [(&str, &str); 4] = [
     ("token_embd.weight", "model.embed_tokens.weight"),
     ("output_norm.weight", "model.norm.weight"),
+    ("output_norm.bias", "model.norm.bias"),
     ("output.weight", "lm_head.weight"),
 ];
 
@@ -190,6 +195,17 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         fields.entry("head_dim").or_insert(json!(width / heads.max(1)));
     }
     layer_types(&mut fields);
+    // What families call the same otherwise.
+    for (kinds, was, is) in [
+        (&["command-r", "cohere2"][..], "logits_scaling", "logit_scale"),
+        (&["nemotron"], "layer_norm_eps", "norm_eps"),
+    ] {
+        if kinds.contains(&kind.as_str())
+            && let Some(value) = fields.remove(was)
+        {
+            fields.insert(is.to_owned(), value);
+        }
+    }
     if ["exaone4", "mistral3"].contains(&kind.as_str()) {
         // A file without a window has none, unlike a config.
         fields.entry("sliding_window").or_insert(Value::Null);

@@ -25,10 +25,7 @@ pub(super) static FAMILIES: [Family; 2] = [
         fields: &GEMMA3,
         absent: FamilyDefaults { tied: true, head_dim: Some(256), rope_theta: 1_000_000.0, ..PLAIN },
         parts: |fields, layers| {
-            let pattern = ["sliding_window_pattern", "_sliding_window_pattern"];
-            let pattern =
-                pattern.iter().find_map(|name| fields.optional_size(name, layers.max(64)).transpose());
-            let parts = gemma(fields, layers, pattern.transpose()?.unwrap_or(6), [None; 2])?;
+            let parts = gemma(fields, layers, fields.pattern(layers)?.unwrap_or(6), [None; 2])?;
             let theta = fields.optional_positive("rope_local_base_freq")?.unwrap_or(10_000.0);
             let local = rope::read_local(fields, theta)?.unwrap_or((theta, None));
             Ok(Parts { qk_norm: QkNorm::Head, local_rope: Some(local), ..parts })

@@ -1,5 +1,6 @@
 //! The families of decoders: the fields of each, what absent fields mean, and the parts that follow.
 
+mod cohere;
 mod gemma;
 mod glm;
 mod llama;
@@ -45,6 +46,12 @@ impl Family {
         matches!(self.rule(field), Some(Used))
     }
 
+    /// Returns what the field is called that keeps norms from dividing by zero.
+    pub(in crate::config) fn eps(&self) -> &'static str {
+        let names = ["layer_norm_eps", "norm_eps"];
+        names.into_iter().find(|name| self.has(name)).unwrap_or("rms_norm_eps")
+    }
+
     /// Returns whether rotary positions may be scaled by `kind`.
     pub(in crate::config) fn scales_by(&self, kind: &str) -> bool {
         match self.model_type {
@@ -81,6 +88,7 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
         &gemma::FAMILIES,
         &olmo::FAMILIES,
         &glm::FAMILIES,
+        &cohere::FAMILIES,
         &singles::FAMILIES,
     ];
     makers.into_iter().flatten()

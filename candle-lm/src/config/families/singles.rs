@@ -1,14 +1,15 @@
 //! Families of makers that have one each.
 
+use candle_nn::Activation;
 use candle_shard::kernels::RopePairs;
 
 use super::{Family, FamilyDefaults, PLAIN, biased, full, windows};
 use crate::config::fields::FieldRule::{self, Only, Used};
 use crate::config::fields::Plain::{False, One, Text, True};
-use crate::config::parts::{Norms, Parts, QkNorm};
+use crate::config::parts::{NormKind, Norms, Parts, QkNorm};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 4] = [
+pub(super) static FAMILIES: [Family; 5] = [
     Family {
         model_type: "seed_oss",
         architecture: "SeedOssForCausalLM",
@@ -39,7 +40,7 @@ pub(super) static FAMILIES: [Family; 4] = [
                     // transformers does not read the pattern beside the list.
                     let pattern = match fields.get("layer_types") {
                         Some(_) => None,
-                        None => fields.optional_size("sliding_window_pattern", layers.max(64))?,
+                        None => fields.pattern(layers)?,
                     };
                     let windows = windows(fields, layers, window, pattern.unwrap_or(4))?;
                     let rotary = windows.iter().map(Option::is_some).collect();
@@ -65,6 +66,27 @@ pub(super) static FAMILIES: [Family; 4] = [
         ],
         absent: PLAIN,
         parts: |fields, layers| Ok(Parts { qk_norm: QkNorm::HeadBehindRotary, ..biased(fields, layers)? }),
+    },
+    Family {
+        model_type: "nemotron",
+        architecture: "NemotronForCausalLM",
+        fields: &[
+            ("attention_bias", Used),
+            ("hidden_act", Only(Text("relu2"))),
+            ("mlp_bias", Used),
+            ("norm_eps", Used),
+            ("partial_rotary_factor", Used),
+        ],
+        absent: FamilyDefaults { rotary_share: 0.5, ..PLAIN },
+        parts: |fields, layers| {
+            Ok(Parts {
+                norm: NormKind::LayerWithBias,
+                norms_add_one: true,
+                gated: false,
+                activation: Activation::Relu2,
+                ..biased(fields, layers)?
+            })
+        },
     },
     Family {
         model_type: "ernie4_5",

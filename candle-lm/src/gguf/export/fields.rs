@@ -7,6 +7,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value as Stored;
 
 use crate::config::experts::Experts;
+use crate::config::parts::NormKind;
 use crate::config::{Config, RopeScaling};
 use crate::gguf::rope;
 
@@ -59,7 +60,13 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
         ("attention.head_count_kv", number(heads.key_value)),
         ("attention.key_length", number(heads.dim)),
         ("attention.value_length", number(heads.dim)),
-        ("attention.layer_norm_rms_epsilon", float(config.rms_norm_eps)),
+        (
+            match parts.norm {
+                NormKind::Rms => "attention.layer_norm_rms_epsilon",
+                NormKind::Layer | NormKind::LayerWithBias => "attention.layer_norm_epsilon",
+            },
+            float(config.rms_norm_eps),
+        ),
         ("rope.dimension_count", number(config.rotary_width())),
         ("rope.freq_base", float(config.rope_theta)),
     ];
@@ -72,6 +79,9 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
             ("logit_scale", float(parts.logits_divisor)),
         ]);
     }
+    if ["command-r", "cohere2"].contains(&kind) {
+        own.push(("logit_scale", float(1.0 / parts.logits_divisor)));
+    }
     let layers = 0..config.num_hidden_layers;
     if super::lists_windows(kind) {
         if let Some(window) = parts.windows.iter().flatten().next() {
@@ -80,7 +90,7 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
             own.push(("attention.sliding_window_pattern", Stored::Array(list)));
         }
     } else if let (true, Some(window)) =
-        (kind.starts_with("gemma"), super::windows(config).into_iter().flatten().next())
+        (kind.starts_with("gemma") || kind == "cohere2", super::windows(config).into_iter().flatten().next())
     {
         own.push(("attention.sliding_window", number(window)));
     }

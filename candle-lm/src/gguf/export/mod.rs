@@ -103,7 +103,10 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
         "a scaling of each frequency",
     );
     need(kind != "olmo2" || !config.tie_word_embeddings, "an output layer that is the table");
-    need(kind != "gemma2" || config.tie_word_embeddings, "an output layer that is not the table");
+    need(
+        !["gemma2", "command-r", "cohere2"].contains(&kind) || config.tie_word_embeddings,
+        "an output layer that is not the table",
+    );
     need(kind != "gemma2" || config.rope_scaling.is_none(), "scaled positions");
     need(
         kind != "gemma3" || matches!(config.rope_scaling, None | Some(RopeScaling::Linear { .. })),
@@ -150,6 +153,7 @@ fn windows_of(kind: &str, config: &Config) -> Vec<Option<usize>> {
         _ if lists_windows(kind) => config.parts.window(layer).is_some(),
         "gemma2" => layer.is_multiple_of(2),
         "gemma3" => layer % 6 < 5,
+        "cohere2" => layer % 4 < 3,
         _ => false,
     };
     (0..config.num_hidden_layers).map(|layer| width.filter(|_| is_narrow(layer))).collect()
@@ -292,7 +296,8 @@ fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
         let Parts { embedding_scale, branch_scale, logits_divisor, rotary_share, .. } = config.parts;
         let Parts { scores_scale, scores_cap, logits_cap, .. } = config.parts;
         let rounded = |x: f64| x as f32;
-        let norms = (config.parts.norms, config.parts.qk_norm, rounded(config.rms_norm_eps));
+        let norms =
+            (config.parts.norms, config.parts.norm, config.parts.qk_norm, rounded(config.rms_norm_eps));
         let scores = [scores_scale, scores_cap, logits_cap].map(|x| x.map(rounded));
         (
             norms,

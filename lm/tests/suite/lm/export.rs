@@ -73,6 +73,9 @@ fn exported_files_compute_what_their_folders_compute() {
         "glm4",
         "glm4 without biases",
         "ministral3",
+        "cohere",
+        "cohere2",
+        "nemotron",
     ];
     let mut done = Vec::new();
     for mut model in models {
@@ -127,10 +130,11 @@ fn exported_files_compute_what_their_folders_compute() {
 }
 
 /// Fields of small models that llama.cpp computes otherwise, and what it computes.
-const AS_LLAMA_CPP: [(&str, &str, &str); 3] = [
+const AS_LLAMA_CPP: [(&str, &str, &str); 4] = [
     ("qwen3 moe", "mlp_only_layers", "[]"),
     ("gemma2", "query_pre_attn_scalar", "16"),
     ("gemma3", "layer_types", r#"["sliding_attention", "sliding_attention"]"#),
+    ("cohere2", "layer_types", r#"["sliding_attention", "sliding_attention"]"#),
 ];
 
 /// Changes a tokenizer of SentencePiece that has all bytes, some letters, and two merges of which one needs the other.

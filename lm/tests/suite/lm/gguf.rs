@@ -92,6 +92,7 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         "hunyuan_v1_dense" => "hunyuan-dense",
         "glm" => "chatglm",
         "ministral3" => "mistral3",
+        "cohere" => "command-r",
         other => other,
     };
     let (is_gemma, is_permuted) =
@@ -100,7 +101,7 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
     let mut tensors: HashMap<String, QTensor> = HashMap::new();
     for (name, tensor) in converted(&config) {
         let tensor = match &name {
-            name if is_gemma && name.contains("norm") => (tensor + 1.0).unwrap(),
+            name if config.parts.norms_add_one && name.ends_with("norm.weight") => (tensor + 1.0).unwrap(),
             name if is_permuted && name.contains("q_proj") => permuted(&tensor, heads.query),
             name if is_permuted && name.contains("k_proj") => permuted(&tensor, heads.key_value),
             _ => tensor,
@@ -123,7 +124,14 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         ("attention.head_count_kv", size("num_key_value_heads")),
         ("attention.key_length", Stored::U32(heads.dim as u32)),
         ("attention.value_length", Stored::U32(heads.dim as u32)),
-        ("attention.layer_norm_rms_epsilon", Stored::F32(config.rms_norm_eps as f32)),
+        (
+            if ["command-r", "cohere2", "nemotron"].contains(&kind) {
+                "attention.layer_norm_epsilon"
+            } else {
+                "attention.layer_norm_rms_epsilon"
+            },
+            Stored::F32(config.rms_norm_eps as f32),
+        ),
         ("rope.dimension_count", Stored::U32((heads.dim as f64 * config.parts.rotary_share) as u32)),
         ("rope.freq_base", Stored::F32(config.rope_theta as f32)),
     ];
@@ -162,6 +170,7 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         metadata.push(("rope.scaling.factor", Stored::F32(1.0)));
         metadata.push(("rope.scaling.original_context_length", Stored::U32(1 << 18)));
     }
+    metadata.extend(fields["logit_scale"].as_f64().map(|scale| ("logit_scale", Stored::F32(scale as f32))));
     if kind == "mistral3" {
         metadata.push(("rope.scaling.yarn_log_multiplier", Stored::F32(1.0)));
         metadata.push(("attention.temperature_scale", Stored::F32(0.5)));
