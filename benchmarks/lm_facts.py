@@ -400,7 +400,7 @@ def fact(case, family, fields):
         ids = torch.tensor([PROMPT])
         logits = model(ids).logits[0]
         # `generate` hides the token that ends texts from the first ones.
-        hides = case in MIXTURES or family.startswith("Qwen3_5")
+        hides = case in {**MIXTURES, **DENSE} or family.startswith("Qwen3_5")
         written = greedy_without_cache(model, PROMPT) if hides else greedy(model, ids)
     rounded = [[float(f"{x:.7g}") for x in logits[at].tolist()] for at in (0, -1)]
     return dict(
