@@ -483,10 +483,9 @@ impl DeltaRule {
                     of_state.chunks_exact_mut(width).zip(before.chunks_exact(width)).enumerate()
                 {
                     let k = input.k[row];
-                    of_k[row] =
-                        of_k[row] - input.decay * sum_zip(before, of_value, |s, of_value| s * of_value);
+                    of_k[row] -= input.decay * sum_zip(before, of_value, |s, of_value| s * of_value);
                     for (of_s, &of_value) in of_row.iter_mut().zip(&*of_value) {
-                        *of_s = *of_s - k * of_value;
+                        *of_s -= k * of_value;
                     }
                     of_decay += sum_zip(of_row, before, |of_s, s| of_s * s);
                     for of_s in of_row.iter_mut() {

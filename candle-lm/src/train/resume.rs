@@ -181,7 +181,7 @@ fn open_base(
         let path = path.display();
         match given {
             Some(_) => {
-                notes.push(format!("{path} is another model than the one that {shown} was trained on"))
+                notes.push(format!("{path} is another model than the one that {shown} was trained on"));
             }
             None => bail!(
                 "{path}, which the {file} of {shown} names, is not the model that the adapter was trained on; give that one by --model, or \

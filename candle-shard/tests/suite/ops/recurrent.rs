@@ -27,7 +27,7 @@ fn short_convolutions() {
     let none = shapes[4..].iter().map(|&[x, weight]| {
         let zeros = |x: &[Tensor]| {
             let tokens = x[0].dim(1)? + 1 - x[1].dim(1)?;
-            Ok((x[0].narrow(1, 0, tokens)? * 0.0)?)
+            x[0].narrow(1, 0, tokens)? * 0.0
         };
         let inputs: [Input; 2] = [(x, Float), (weight, Float)];
         Case::new(

@@ -23,7 +23,7 @@ fn place(of: &candle_lm::config::Config) -> Place {
     let place = Place::new(of);
     let pair = |i: usize| {
         let (yes, no) = ("yes ".repeat(1 + i % 2), "no".repeat(1 + i % 3));
-        let [chosen, rejected] = if i % 4 == 0 { [yes, no] } else { [no, yes] };
+        let [chosen, rejected] = if i.is_multiple_of(4) { [yes, no] } else { [no, yes] };
         json!({"prompt": format!("{i}? "), "chosen": chosen, "rejected": rejected}).to_string() + "\n"
     };
     fs::write(place.path("pairs.jsonl"), (0..15).map(pair).collect::<String>()).unwrap();
@@ -76,7 +76,7 @@ fn alone(ctx: &RankContext, job: &Job, step: usize) -> anyhow::Result<(f64, BTre
             let [chosen, rejected] = answers.map(|answer| log_probability(&model, &mesh, answer));
             Ok((chosen? - rejected?)?)
         };
-        let reference = ActiveAdapters::none().run(&margin)?.detach();
+        let reference = ActiveAdapters::none().run(margin)?.detach();
         let gained = ((margin()? - reference)? * BETA)?;
         sum = (sum + (gained.neg()?.exp()? + 1.0)?.log()?)?;
     }
