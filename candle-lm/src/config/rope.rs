@@ -122,15 +122,19 @@ pub(super) fn read_local(fields: &Fields, absent: f64) -> Result<Option<RopeSett
 ///
 /// # Errors
 /// If nothing says so, or it is not known from where on.
-pub(super) fn temperature(fields: &Fields) -> Result<AttentionTemperature> {
+pub(super) fn temperature(fields: &Fields) -> Result<Option<AttentionTemperature>> {
     let forms = forms(fields, "full_attention")?;
-    let number = |name: &str| {
+    let get = |name: &str| {
         let value = forms.iter().find_map(|(_, form)| form.get(name).filter(|value| !value.is_null()));
-        positive(name, value.with_context(|| format!("there is no {name} in rope_parameters"))?)
+        value.with_context(|| format!("there is no {name} in rope_parameters"))
     };
-    let length = number(LEARNED)?;
+    let scale = "llama_4_scaling_beta";
+    if get(scale)?.as_f64() == Some(0.0) {
+        return Ok(None);
+    }
+    let length = positive(LEARNED, get(LEARNED)?)?;
     ensure!(length.fract() == 0.0, "{LEARNED} is {length}; expected a whole number");
-    Ok(AttentionTemperature { scale: number("llama_4_scaling_beta")?, length: length as usize })
+    Ok(Some(AttentionTemperature { scale: positive(scale, get(scale)?)?, length: length as usize }))
 }
 
 /// The share of each head that is turned.
@@ -220,6 +224,14 @@ impl RopeFields<'_> {
         self.get(name).map(|value| positive(name, value)).transpose()
     }
 
+    /// A share of the factor of scores. transformers takes 0 as if it were not there.
+    fn share(&self, name: &str) -> Result<Option<f64>> {
+        match self.get(name).and_then(Value::as_f64) {
+            Some(0.0) => Ok(None),
+            _ => self.optional(name),
+        }
+    }
+
     fn number(&self, name: &str) -> Result<f64> {
         self.optional(name)?
             .with_context(|| format!("there is no {name}, which rope_type {:?} has", self.kind))
@@ -289,8 +301,8 @@ impl RopeFields<'_> {
         let scale = |share: f64| if factor <= 1.0 { 1.0 } else { 0.1 * share * factor.ln() + 1.0 };
         let attention_factor = match (
             self.optional("attention_factor")?,
-            self.optional("mscale")?,
-            self.optional("mscale_all_dim")?,
+            self.share("mscale")?,
+            self.share("mscale_all_dim")?,
         ) {
             (Some(factor), ..) => factor,
             (None, Some(one), Some(all)) => scale(one) / scale(all),

@@ -26,7 +26,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 24] = [
+const ARCHITECTURES: [(&str, &str, bool); 27] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -39,6 +39,7 @@ const ARCHITECTURES: [(&str, &str, bool); 24] = [
     ("qwen2vl", "qwen2", false),
     ("qwen3vl", "qwen3", false),
     ("qwen3moe", "qwen3_moe", false),
+    ("gemma", "gemma", false),
     ("gemma2", "gemma2", false),
     ("gemma3", "gemma3_text", false),
     ("phi3", "phi3", false),
@@ -54,10 +55,12 @@ const ARCHITECTURES: [(&str, &str, bool); 24] = [
     ("command-r", "cohere", false),
     ("cohere2", "cohere2", false),
     ("nemotron", "nemotron", false),
+    ("arcee", "arcee", true),
+    ("stablelm", "stablelm", false),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 28] = [
+const FIELDS: [(&str, Option<&str>); 29] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -74,6 +77,8 @@ const FIELDS: [(&str, Option<&str>); 28] = [
     ("attention.sliding_window_pattern", Some("sliding_window_pattern")),
     ("attention.scale", Some("attention_multiplier")),
     ("rope.freq_base", Some("rope_theta")),
+    // llama.cpp looks for a second norm in its place.
+    ("use_parallel_residual", None),
     // How positions of images are shared out, and where images go in. A text has the same position in all shares.
     ("rope.dimension_sections", None),
     ("n_deepstack_layers", None),
@@ -220,7 +225,11 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     fields.extend(
         metadata.get("tokenizer.ggml.bos_token_id").and_then(plain).map(|id| ("bos_token_id".into(), id)),
     );
-    if kind.starts_with("gemma") {
+    if kind == "stablelm" {
+        fields.insert("use_parallel_residual".into(), json!(!has("blk.0.ffn_norm.weight")));
+        fields.insert("use_qkv_bias".into(), json!(has("blk.0.attn_q.bias")));
+    }
+    if ["gemma2", "gemma3"].contains(&kind.as_str()) {
         gemma(kind, &mut fields, &number)?;
     }
     let mut config = Config::with_unknown(unknown, fields, ignored)?;

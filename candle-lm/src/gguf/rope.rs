@@ -134,7 +134,7 @@ pub(super) fn fields(
             fields.insert("rope_scaling".into(), said.into());
         }
     }
-    if ["phi3", "chatglm", "glm4", "nemotron"].contains(&kind) {
+    if ["phi3", "chatglm", "glm4", "nemotron", "stablelm"].contains(&kind) {
         let dim = fields.get("head_dim").and_then(Value::as_u64).filter(|&dim| dim > 0);
         let count = own("rope.dimension_count").and_then(whole).or(dim);
         if let (Some(count), Some(dim)) = (count, dim) {

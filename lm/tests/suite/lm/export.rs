@@ -76,6 +76,10 @@ fn exported_files_compute_what_their_folders_compute() {
         "cohere",
         "cohere2",
         "nemotron",
+        "arcee",
+        "gemma",
+        "stablelm",
+        "stablelm with one norm",
     ];
     let mut done = Vec::new();
     for mut model in models {

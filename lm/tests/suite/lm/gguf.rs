@@ -95,8 +95,10 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         "cohere" => "command-r",
         other => other,
     };
-    let (is_gemma, is_permuted) =
-        (kind.starts_with("gemma"), ["llama", "smollm3", "granite", "mistral3"].contains(&kind));
+    let (is_gemma, is_permuted) = (
+        ["gemma2", "gemma3"].contains(&kind),
+        ["llama", "smollm3", "granite", "mistral3", "arcee"].contains(&kind),
+    );
     let heads = config.heads();
     let mut tensors: HashMap<String, QTensor> = HashMap::new();
     for (name, tensor) in converted(&config) {
@@ -125,7 +127,7 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         ("attention.key_length", Stored::U32(heads.dim as u32)),
         ("attention.value_length", Stored::U32(heads.dim as u32)),
         (
-            if ["command-r", "cohere2", "nemotron"].contains(&kind) {
+            if ["command-r", "cohere2", "nemotron", "stablelm"].contains(&kind) {
                 "attention.layer_norm_epsilon"
             } else {
                 "attention.layer_norm_rms_epsilon"
@@ -285,6 +287,7 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         "qwen3 moe with raw weights",
         "seed oss with other biases",
         "ernie with biases",
+        "helium",
     ];
     let fits = |config: &mut Value| {
         config["intermediate_size"] = json!(64);
