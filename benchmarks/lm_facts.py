@@ -175,6 +175,23 @@ DENSE = {
     "nemotron with biases": (
         "Nemotron", dict(attention_bias=True, mlp_bias=True, head_dim=16, rope_parameters=dict(FRESH))
     ),
+    "arcee": ("Arcee", dict(ODD, head_dim=12, rope_parameters=dict(FRESH))),
+    "arcee with biases": (
+        "Arcee",
+        dict(
+            attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
+            rope_parameters=dict(FRESH, rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+        ),
+    ),
+    "gemma": ("Gemma", dict(hidden_size=16, head_dim=8, rope_parameters=dict(FRESH))),
+    "stablelm": ("StableLm", dict(hidden_size=64, rope_parameters=dict(FRESH, partial_rotary_factor=0.25))),
+    "stablelm with one norm": (
+        "StableLm",
+        dict(
+            ODD, use_parallel_residual=True, use_qkv_bias=True, rope_parameters=dict(FRESH, partial_rotary_factor=0.5),
+        ),
+    ),
+    "helium": ("Helium", dict(ODD, head_dim=8, rope_parameters=dict(FRESH))),
     "glm4 without biases": ("Glm4", dict(head_dim=8, attention_bias=False, rope_parameters=ROPE)),
 }
 

@@ -85,7 +85,7 @@ impl SelfAttention {
         let turned = |[q, k]: [DTensor; 2]| match self.is_rotary {
             true => {
                 let [q, k] = [angles.turn(&q, texts, is_local)?, angles.turn(&k, texts, is_local)?];
-                Ok([angles.warm(q, texts)?, k])
+                Ok([angles.scale_queries(q, texts)?, k])
             }
             false => Ok([q, k]),
         };

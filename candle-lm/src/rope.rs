@@ -129,7 +129,7 @@ impl Angles {
     }
 
     /// Queries `[batch, heads, tokens, dim]` times the factors of their positions, if there are some. The tokens are those of texts.
-    pub(crate) fn warm(&self, x: DTensor, texts: &[TokenPositions]) -> Result<DTensor> {
+    pub(crate) fn scale_queries(&self, x: DTensor, texts: &[TokenPositions]) -> Result<DTensor> {
         match &self.of_texts(&self.all, texts)?[..] {
             // A dim for heads.
             [_, _, factors] if factors.dims().len() > 2 => x.mul(&factors.unsqueeze(1)?),

@@ -184,9 +184,12 @@ impl Fields {
         let family = family
             .with_context(|| format!("model_type {model_type} is not supported; supported: {}", known()))?;
         if let Some(architectures) = fields.get("architectures").filter(|said| !said.is_null()) {
-            let is_known = architectures
-                .as_array()
-                .is_some_and(|list| list.iter().all(|name| name == family.architecture));
+            // The first files of ERNIE have one underscore more.
+            let is_own = |name: &Value| {
+                name.as_str()
+                    .is_some_and(|name| name.replace('_', "") == family.architecture.replace('_', ""))
+            };
+            let is_known = architectures.as_array().is_some_and(|list| list.iter().all(is_own));
             ensure!(
                 is_known,
                 "architectures {architectures} is not supported; supported: [{:?}]",

@@ -140,15 +140,19 @@ fn yarn_scale(factor: f64, share: f64) -> f64 {
 ///
 /// # Errors
 /// If nothing says so, or it is not known from where on.
-pub(super) fn temperature(fields: &Fields) -> Result<AttentionTemperature> {
+pub(super) fn temperature(fields: &Fields) -> Result<Option<AttentionTemperature>> {
     let forms = forms(fields, "full_attention")?;
-    let number = |name: &str| {
+    let get = |name: &str| {
         let value = forms.iter().find_map(|(_, form)| form.get(name).filter(|value| !value.is_null()));
-        positive(name, value.with_context(|| format!("there is no {name} in rope_parameters"))?)
+        value.with_context(|| format!("there is no {name} in rope_parameters"))
     };
-    let length = number(LEARNED)?;
+    let scale = "llama_4_scaling_beta";
+    if get(scale)?.as_f64() == Some(0.0) {
+        return Ok(None);
+    }
+    let length = positive(LEARNED, get(LEARNED)?)?;
     ensure!(length.fract() == 0.0, "{LEARNED} is {length}; expected a whole number");
-    Ok(AttentionTemperature { scale: number("llama_4_scaling_beta")?, length: length as usize })
+    Ok(Some(AttentionTemperature { scale: positive(scale, get(scale)?)?, length: length as usize }))
 }
 
 /// The share of each head that is turned.
@@ -253,6 +257,14 @@ impl RopeFields<'_> {
         self.get(name).map(|value| positive(name, value)).transpose()
     }
 
+    /// A share of the factor of scores. transformers takes 0 as if it were not there.
+    fn share(&self, name: &str) -> Result<Option<f64>> {
+        match self.get(name).and_then(Value::as_f64) {
+            Some(0.0) => Ok(None),
+            _ => self.optional(name),
+        }
+    }
+
     fn number(&self, name: &str) -> Result<f64> {
         self.optional(name)?
             .with_context(|| format!("there is no {name}, which rope_type {:?} has", self.kind))
@@ -322,8 +334,8 @@ impl RopeFields<'_> {
         let scale = |share: f64| yarn_scale(factor, share);
         let attention_factor = match (
             self.optional("attention_factor")?,
-            self.optional("mscale")?,
-            self.optional("mscale_all_dim")?,
+            self.share("mscale")?,
+            self.share("mscale_all_dim")?,
         ) {
             (Some(factor), ..) => factor,
             (None, Some(one), Some(all)) => scale(one) / scale(all),

@@ -27,7 +27,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 28] = [
+const ARCHITECTURES: [(&str, &str, bool); 31] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -40,6 +40,7 @@ const ARCHITECTURES: [(&str, &str, bool); 28] = [
     ("qwen2vl", "qwen2", false),
     ("qwen3vl", "qwen3", false),
     ("qwen3moe", "qwen3_moe", false),
+    ("gemma", "gemma", false),
     ("gemma2", "gemma2", false),
     ("gemma3", "gemma3_text", false),
     ("phi3", "phi3", false),
@@ -57,12 +58,14 @@ const ARCHITECTURES: [(&str, &str, bool); 28] = [
     ("command-r", "cohere", false),
     ("cohere2", "cohere2", false),
     ("nemotron", "nemotron", false),
+    ("arcee", "arcee", true),
+    ("stablelm", "stablelm", false),
     ("lfm2", "lfm2", false),
     (latent::KIND, "deepseek_v3", false),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 35] = [
+const FIELDS: [(&str, Option<&str>); 36] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -79,6 +82,8 @@ const FIELDS: [(&str, Option<&str>); 35] = [
     ("attention.sliding_window_pattern", Some("sliding_window_pattern")),
     ("attention.scale", Some("attention_multiplier")),
     ("rope.freq_base", Some("rope_theta")),
+    // llama.cpp looks for a second norm in its place.
+    ("use_parallel_residual", None),
     // How positions of images are shared out, and where images go in. A text has the same position in all shares.
     ("rope.dimension_sections", None),
     ("n_deepstack_layers", None),
@@ -266,7 +271,11 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     if kind == "lfm2" {
         lfm2(&mut fields)?;
     }
-    if kind.starts_with("gemma") {
+    if kind == "stablelm" {
+        fields.insert("use_parallel_residual".into(), json!(!has("blk.0.ffn_norm.weight")));
+        fields.insert("use_qkv_bias".into(), json!(has("blk.0.attn_q.bias")));
+    }
+    if ["gemma2", "gemma3"].contains(&kind.as_str()) {
         gemma(kind, &mut fields, &number)?;
     }
     let mut config = Config::with_unknown(unknown, fields, ignored)?;

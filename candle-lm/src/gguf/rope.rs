@@ -9,7 +9,7 @@ use super::{Metadata, latent, plain, whole};
 use crate::config::{Config, RopeScaling};
 
 /// The kinds of models that may turn a share of each head.
-const SHARES: [&str; 6] = ["phi3", "chatglm", "glm4", "glm4moe", "minimax-m2", "nemotron"];
+const SHARES: [&str; 7] = ["phi3", "chatglm", "glm4", "glm4moe", "minimax-m2", "nemotron", "stablelm"];
 
 /// The tensor with a divisor for each frequency: the scaling of Llama 3.
 pub(super) const FREQUENCIES: &str = "rope_freqs.weight";

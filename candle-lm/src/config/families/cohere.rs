@@ -36,6 +36,7 @@ pub(super) static FAMILIES: [Family; 2] = [
             ("layer_switch", FieldRule::Harmless),
             ("layer_types", Used),
             ("logit_scale", Used),
+            ("model_max_length", FieldRule::Harmless),
             ("order_of_interleaved_layers", Only(Text("local_attn_first"))),
             ("position_embedding_type", Only(Text("rope_gptj"))),
             ("rotary_pct", Only(One)),

@@ -1,6 +1,6 @@
 //! The families of Gemma.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use candle_nn::Activation;
 
 use super::{Family, FamilyDefaults, PLAIN, windows};
@@ -11,7 +11,30 @@ use crate::config::parts::{Norms, Parts, QkNorm};
 use crate::config::{MOST, rope};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 2] = [
+pub(super) static FAMILIES: [Family; 3] = [
+    Family {
+        model_type: "gemma",
+        architecture: "GemmaForCausalLM",
+        fields: &[("hidden_act", Used), ("hidden_activation", Only(Text("gelu_pytorch_tanh")))],
+        absent: FamilyDefaults { tied: true, head_dim: Some(256), ..PLAIN },
+        parts: |fields, _| {
+            // The older name means the same, as in transformers.
+            let known = ["gelu_pytorch_tanh", "gelu"];
+            let activation = fields.get("hidden_act");
+            ensure!(
+                activation.is_none_or(|activation| known.iter().any(|known| activation == known)),
+                "hidden_act is {}, and only gelu_pytorch_tanh is supported",
+                activation.cloned().unwrap_or_default()
+            );
+            let hidden = fields.size("hidden_size", MOST)? as f64;
+            Ok(Parts {
+                norms_add_one: true,
+                activation: Activation::GeluPytorchTanh,
+                embedding_scale: hidden.sqrt(),
+                ..Parts::default()
+            })
+        },
+    },
     Family {
         model_type: "gemma2",
         architecture: "Gemma2ForCausalLM",

@@ -37,7 +37,7 @@ pub(super) static FAMILIES: [Family; 7] = [
         absent: FamilyDefaults { head_dim: Some(128), ..PLAIN },
         parts: |fields, layers| {
             let window = fields.window("sliding_window", None)?;
-            let temperature = Some(rope::temperature(fields)?);
+            let temperature = rope::temperature(fields)?;
             Ok(Parts { windows: vec![window; layers], temperature, ..Parts::default() })
         },
     },

@@ -9,7 +9,7 @@ use crate::config::fields::Plain::{False, One, Text, True};
 use crate::config::parts::{NormKind, Norms, Parts, QkNorm};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 5] = [
+pub(super) static FAMILIES: [Family; 8] = [
     Family {
         model_type: "seed_oss",
         architecture: "SeedOssForCausalLM",
@@ -86,6 +86,45 @@ pub(super) static FAMILIES: [Family; 5] = [
                 activation: Activation::Relu2,
                 ..biased(fields, layers)?
             })
+        },
+    },
+    Family {
+        model_type: "arcee",
+        architecture: "ArceeForCausalLM",
+        fields: &[("attention_bias", Used), ("hidden_act", Only(Text("relu2"))), ("mlp_bias", Used)],
+        absent: PLAIN,
+        parts: |fields, layers| {
+            Ok(Parts { gated: false, activation: Activation::Relu2, ..biased(fields, layers)? })
+        },
+    },
+    Family {
+        model_type: "stablelm",
+        architecture: "StableLmForCausalLM",
+        fields: &[
+            ("layer_norm_eps", Used),
+            ("partial_rotary_factor", Used),
+            ("use_parallel_residual", Used),
+            ("use_qkv_bias", Used),
+        ],
+        absent: FamilyDefaults { rotary_share: 0.25, ..PLAIN },
+        parts: |fields, _| {
+            let is_parallel = fields.switch("use_parallel_residual")?;
+            Ok(Parts {
+                norms: if is_parallel { Norms::Shared } else { Norms::Before },
+                norm: NormKind::LayerWithBias,
+                qkv_bias: fields.switch("use_qkv_bias")?,
+                ..Parts::default()
+            })
+        },
+    },
+    Family {
+        model_type: "helium",
+        architecture: "HeliumForCausalLM",
+        fields: &[("attention_bias", Used), ("mlp_bias", Used)],
+        absent: FamilyDefaults { head_dim: Some(128), ..PLAIN },
+        parts: |fields, layers| {
+            let pairs = RopePairs::Neighbors;
+            Ok(Parts { output_bias: false, pairs, ..biased(fields, layers)? })
         },
     },
     Family {

@@ -101,12 +101,15 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     need(of_llama || !parts.mlp_bias, "biases of feed-forward layers");
     need(of_llama || !parts.output_bias, "a bias of the output of attention");
     need(
-        of_llama || ["exaone4", "mistral3"].contains(&kind) || fields::frequencies(config).is_none(),
+        of_llama || ["exaone4", "mistral3", "arcee"].contains(&kind) || fields::frequencies(config).is_none(),
         "a scaling of each frequency",
     );
-    need(kind != "olmo2" || !config.tie_word_embeddings, "an output layer that is the table");
     need(
-        !["gemma2", "command-r", "cohere2"].contains(&kind) || config.tie_word_embeddings,
+        !["olmo2", "stablelm"].contains(&kind) || !config.tie_word_embeddings,
+        "an output layer that is the table",
+    );
+    need(
+        !["gemma", "gemma2", "command-r", "cohere2"].contains(&kind) || config.tie_word_embeddings,
         "an output layer that is not the table",
     );
     need(kind != "gemma2" || config.rope_scaling.is_none(), "scaled positions");

@@ -340,6 +340,17 @@ fn configs_of_older_transformers_say_the_same_of_newer_families() {
         ),
         ("glm4", json!({"rope_theta": 10_000.0, "partial_rotary_factor": 0.5})),
         ("glm", json!({"rope_theta": 10_000.0})),
+        ("nemotron", json!({"rope_theta": 10_000.0})),
+        ("stablelm", json!({"rope_theta": 10_000.0})),
+        ("gemma", json!({"rope_theta": 10_000.0, "hidden_act": "gelu"})),
+        (
+            "cohere2",
+            json!({
+                "rope_theta": 10_000.0, "layer_switch": 4, "order_of_interleaved_layers": "local_attn_first",
+                "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_embedding_sharing": true,
+                "use_gated_activation": true, "use_parallel_block": true, "use_parallel_embedding": false,
+            }),
+        ),
     ];
     for (case, older) in cases {
         let newer = of_family(case);
@@ -347,6 +358,16 @@ fn configs_of_older_transformers_say_the_same_of_newer_families() {
         base.as_object_mut().unwrap().remove("rope_parameters");
         assert_eq!(parsed(&with(&base, &older)), parsed(&newer.to_string()), "{case}");
     }
+    // A large Devstral has zeros in the place of both factors, which transformers takes as absent.
+    let zeros = json!({
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 1.0,
+        "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0,
+    });
+    let (parts, _, scaling) = parsed(&with(&of_family("ministral3"), &json!({"rope_parameters": zeros})));
+    let Some(RopeScaling::Yarn { attention_factor, .. }) = scaling else { panic!("{scaling:?}") };
+    assert_eq!((parts.temperature, attention_factor), (None, 0.1 * 4f64.ln() + 1.0));
+    let ernie = with(&of_family("ernie"), &json!({"architectures": ["Ernie4_5_ForCausalLM"]}));
+    assert_eq!(Config::parse(&ernie).unwrap().family, "ernie4_5");
     // Without a list, each fourth layer of OLMo 3 sees all tokens; EXAONE 4 has the pattern in its config.
     let deep = json!({"layer_types": null, "num_hidden_layers": 5, "sliding_window_pattern": null});
     let (window, full) = (Some(4), None);
@@ -365,6 +386,10 @@ fn configs_of_older_transformers_say_the_same_of_newer_families() {
 fn what_newer_families_do_not_compute_is_refused_by_name() {
     let alpha = json!({"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0, "alpha": 50.0});
     let no_alpha = json!({"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0, "mscale": 1.0});
+    let beta = json!({
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+        "llama_4_scaling_beta": 0.5,
+    });
     let of_zero = json!({"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0, "alpha": 0.0});
     let cases = [
         ("exaone4", json!({"layer_types": null, "sliding_window_pattern": "LLLG"}), "sliding_window_pattern"),
@@ -382,6 +407,17 @@ fn what_newer_families_do_not_compute_is_refused_by_name() {
         ("ernie", json!({"attention_bias": true}), "attention_bias is true"),
         ("glm", json!({"sliding_window": 4}), "sliding_window is 4"),
         ("olmo3", json!({"rope_local_base_freq": 10_000.0}), "rope_local_base_freq"),
+        ("ministral3", json!({"rope_parameters": null}), "there is no llama_4_scaling_beta"),
+        ("mistral", json!({"rope_parameters": beta}), "llama_4_scaling_beta (0.5)"),
+        ("cohere", json!({"use_qk_norm": true}), "use_qk_norm is true"),
+        ("cohere", json!({"layer_norm_eps": null}), "there is no layer_norm_eps"),
+        ("cohere2", json!({"use_parallel_block": false}), "use_parallel_block is false"),
+        ("cohere2", json!({"rotary_pct": 0.5}), "rotary_pct is 0.5"),
+        ("nemotron", json!({"hidden_act": "silu"}), "hidden_act is \"silu\""),
+        ("arcee", json!({"hidden_act": "silu"}), "hidden_act is \"silu\""),
+        ("llama with biases", json!({"norm_eps": 1e-5}), "norm_eps"),
+        ("gemma", json!({"hidden_act": "silu"}), "hidden_act is \"silu\""),
+        ("stablelm", json!({"qk_layernorm": true}), "qk_layernorm is true"),
     ];
     for (case, change, want) in cases {
         let said = refused(&with(&of_family(case), &change));

@@ -81,6 +81,10 @@ fn exported_files_compute_what_their_folders_compute() {
         "nemotron",
         "lfm2",
         "lfm2 with more taps",
+        "arcee",
+        "gemma",
+        "stablelm",
+        "stablelm with one norm",
     ];
     let mut done = Vec::new();
     for mut model in models {

@@ -137,8 +137,10 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         "deepseek_v3" | "deepseek_v2" | "glm4_moe_lite" => "deepseek2",
         other => other,
     };
-    let (is_gemma, is_permuted) =
-        (kind.starts_with("gemma"), ["llama", "smollm3", "granite", "mistral3"].contains(&kind));
+    let (is_gemma, is_permuted) = (
+        ["gemma2", "gemma3"].contains(&kind),
+        ["llama", "smollm3", "granite", "mistral3", "arcee"].contains(&kind),
+    );
     let heads = config.heads();
     let mut tensors: HashMap<String, QTensor> = HashMap::new();
     let mut all = converted(&config);
@@ -172,7 +174,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         ("attention.key_length", Stored::U32(heads.dim as u32)),
         ("attention.value_length", Stored::U32(heads.dim as u32)),
         (
-            if ["command-r", "cohere2", "nemotron"].contains(&kind) {
+            if ["command-r", "cohere2", "nemotron", "stablelm"].contains(&kind) {
                 "attention.layer_norm_epsilon"
             } else {
                 "attention.layer_norm_rms_epsilon"
@@ -411,6 +413,7 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         "qwen3.5",
         "qwen3.5 with as many values",
         "qwen3 next",
+        "helium",
     ];
     let fits = |config: &mut Value| {
         config["intermediate_size"] = json!(64);
