@@ -44,7 +44,7 @@ pub fn gated_delta_rule(
 ) -> Result<(Tensor, Tensor)> {
     let wide = compute_dtype("gated_delta_rule", q)?;
     [k, v, beta, g].into_iter().try_for_each(|x| check_dtype("gated_delta_rule", q, x))?;
-    let Some(sizes) = Sizes::of(q, k, v, [beta, g], state, history.as_deref()) else {
+    let Some(sizes) = DeltaSizes::of(q, k, v, [beta, g], state, history.as_deref()) else {
         bail!(
             "gated_delta_rule: q {:?}, k {:?}, v {:?}, beta {:?}, g {:?}, state {:?} do not fit",
             q.shape(),
@@ -77,9 +77,9 @@ fn composed(
     [beta, g]: [&Tensor; 2],
     state: Option<&Tensor>,
     history: Option<&[u32]>,
-    sizes: Sizes,
+    sizes: DeltaSizes,
 ) -> Result<(Tensor, Tensor)> {
-    let Sizes { batch, tokens, heads, key, values, width } = sizes;
+    let DeltaSizes { batch, tokens, heads, key, values, width } = sizes;
     let (dtype, wide) = (v.dtype(), compute_dtype("gated_delta_rule", v)?);
     let kept = (batch, key, heads, values * width);
     let zeros = || Tensor::zeros(kept, wide, v.device());
@@ -116,7 +116,7 @@ fn composed(
 
 /// The sizes of the inputs.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Sizes {
+struct DeltaSizes {
     batch: usize,
     tokens: usize,
     /// Key heads.
@@ -129,7 +129,7 @@ struct Sizes {
     width: usize,
 }
 
-impl Sizes {
+impl DeltaSizes {
     /// The sizes, if all inputs fit.
     fn of(
         q: &Tensor,
@@ -194,7 +194,7 @@ struct DeltaToken<'a, T> {
 }
 
 /// The elements of the keys, the values and the gates.
-struct Inputs<'a, T> {
+struct DeltaElements<'a, T> {
     rule: &'a DeltaRule,
     /// `[batch, tokens, heads, 2 · key]`, the query before the key.
     keys: &'a [T],
@@ -203,10 +203,10 @@ struct Inputs<'a, T> {
     gates: &'a [T],
 }
 
-impl<T: Real> Inputs<'_, T> {
+impl<T: Real> DeltaElements<'_, T> {
     #[inline(always)]
     fn token(&self, at: ValueHead, token: usize) -> DeltaToken<'_, T> {
-        let Sizes { tokens, heads, key, values, width, .. } = self.rule.sizes;
+        let DeltaSizes { tokens, heads, key, values, width, .. } = self.rule.sizes;
         let place = at.element * tokens + token;
         let row = place * heads + at.head;
         let (q, k) = self.keys[row * 2 * key..][..2 * key].split_at(key);
@@ -286,7 +286,7 @@ struct HeadGrads<T> {
 }
 
 struct DeltaRule {
-    sizes: Sizes,
+    sizes: DeltaSizes,
     /// In the dtype of the computation.
     state: Option<Tensor>,
     history: Option<Arc<[u32]>>,
@@ -295,7 +295,7 @@ struct DeltaRule {
 impl DeltaRule {
     /// The results as a node of the graph, and the last states.
     fn node<T: Real>(self, inputs: [&Tensor; 3]) -> Result<(Tensor, Tensor)> {
-        let Sizes { batch, tokens, heads, key, values, width } = self.sizes;
+        let DeltaSizes { batch, tokens, heads, key, values, width } = self.sizes;
         let (made, kept) = self.forward::<T>(inputs)?;
         let state = Tensor::from_vec(kept, (batch, key, heads, values * width), &Device::Cpu)?;
         let shape = vec![batch, tokens, heads, values * width];
@@ -310,12 +310,12 @@ impl DeltaRule {
     fn with_inputs<T: Real, R>(
         &self,
         [keys, values, gates]: [&Tensor; 3],
-        run: impl FnOnce(&Inputs<'_, T>, Option<&[T]>) -> R,
+        run: impl FnOnce(&DeltaElements<'_, T>, Option<&[T]>) -> R,
     ) -> Result<R> {
         let readers = [keys, values, gates].map(TensorReader::new);
         let state = self.state.as_ref().map(TensorReader::new);
         let [keys, values, gates] = &readers;
-        let inputs = Inputs {
+        let inputs = DeltaElements {
             rule: self,
             keys: keys.elements()?,
             values: values.elements()?,
@@ -326,22 +326,22 @@ impl DeltaRule {
 
     /// The first state `[key, width]` of a value head.
     fn first<T: Real>(&self, at: ValueHead, state: Option<&[T]>) -> Vec<T> {
-        let Sizes { key, width, .. } = self.sizes;
+        let DeltaSizes { key, width, .. } = self.sizes;
         let Some(state) = state else { return vec![T::zero(); key * width] };
         self.state_rows(at).flat_map(|row| state[row..][..width].iter().copied()).collect()
     }
 
     /// Where the rows of the state of a value head are in those of all.
     fn state_rows(&self, at: ValueHead) -> impl Iterator<Item = usize> + use<> {
-        let Sizes { heads, key, values, width, .. } = self.sizes;
+        let DeltaSizes { heads, key, values, width, .. } = self.sizes;
         let row = move |i: usize| ((at.element * key + i) * heads + at.head) * values + at.value;
         (0..key).map(move |i| row(i) * width)
     }
 
     /// The results and the last states.
     fn forward<T: Real>(&self, inputs: [&Tensor; 3]) -> Result<(Vec<T>, Vec<T>)> {
-        let sizes @ Sizes { batch, tokens, heads, key, values, width } = self.sizes;
-        let of_head = |inputs: &Inputs<'_, T>, at: ValueHead, state: Option<&[T]>| {
+        let sizes @ DeltaSizes { batch, tokens, heads, key, values, width } = self.sizes;
+        let of_head = |inputs: &DeltaElements<'_, T>, at: ValueHead, state: Option<&[T]>| {
             vectorised(
                 #[inline(always)]
                 || {
@@ -376,7 +376,7 @@ impl DeltaRule {
 
     /// The gradients of the inputs.
     fn backward<T: Real>(&self, inputs: [&Tensor; 3], grad: &Tensor) -> Result<[Tensor; 3]> {
-        let sizes @ Sizes { tokens, heads, key, values, width, .. } = self.sizes;
+        let sizes @ DeltaSizes { tokens, heads, key, values, width, .. } = self.sizes;
         let grad = TensorReader::new(grad);
         let grads = grad.elements::<T>()?;
         let shapes = inputs.map(Tensor::shape);
@@ -411,12 +411,12 @@ impl DeltaRule {
     #[inline(always)]
     fn head_grads<T: Real>(
         &self,
-        inputs: &Inputs<'_, T>,
+        inputs: &DeltaElements<'_, T>,
         at: ValueHead,
         first: Vec<T>,
         grads: &[T],
     ) -> HeadGrads<T> {
-        let Sizes { tokens, heads, key, values, width, .. } = self.sizes;
+        let DeltaSizes { tokens, heads, key, values, width, .. } = self.sizes;
         let chunk = tokens.isqrt().max(1);
         // The state before each chunk.
         let mut starts = Vec::with_capacity(tokens.div_ceil(chunk));
@@ -514,7 +514,7 @@ mod tests {
 
     #[test]
     fn the_composed_form_equals_the_fused_one() -> Result<()> {
-        let sizes = Sizes { batch: 2, tokens: 7, heads: 3, key: 4, values: 2, width: 5 };
+        let sizes = DeltaSizes { batch: 2, tokens: 7, heads: 3, key: 4, values: 2, width: 5 };
         let shapes: [&[usize]; 5] =
             [&[2, 7, 3, 4], &[2, 7, 3, 4], &[2, 7, 3, 10], &[2, 7, 3, 2], &[2, 7, 3, 2]];
         let vars: Vec<Var> = (shapes.iter().enumerate())

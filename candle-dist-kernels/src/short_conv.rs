@@ -44,7 +44,7 @@ pub fn short_conv(x: &Tensor, weight: &Tensor, history: Option<Arc<[u32]>>) -> R
     }
     let x_ = x.to_dtype(dtype)?.contiguous()?;
     let by_taps = weight.to_dtype(dtype)?.t()?.contiguous()?;
-    edges::apply2(&x_, &by_taps, ShortConv { tokens, history })?.to_dtype(x.dtype())
+    edges::apply2(&x_, &by_taps, ShortConvOp { tokens, history })?.to_dtype(x.dtype())
 }
 
 /// The same from candle's operations.
@@ -73,7 +73,7 @@ pub(super) fn composed(x: &Tensor, weight: &Tensor, history: Option<&[u32]>) -> 
     }
 }
 
-struct ShortConv {
+struct ShortConvOp {
     tokens: usize,
     history: Option<Arc<[u32]>>,
 }
@@ -84,7 +84,7 @@ const PARTS: usize = 16;
 /// The products from which several threads compute.
 const WORTH_IT: usize = 128 * 1024;
 
-impl ShortConv {
+impl ShortConvOp {
     /// The first tap that counts for a token of all elements of the batch.
     #[inline(always)]
     fn first_tap(&self, token: usize, taps: usize) -> usize {
@@ -167,7 +167,7 @@ fn add_product<T: Real>(sums: &mut [T], a: &[T], b: &[T]) {
     }
 }
 
-impl CustomOp2 for ShortConv {
+impl CustomOp2 for ShortConvOp {
     fn name(&self) -> &'static str {
         "short_conv"
     }

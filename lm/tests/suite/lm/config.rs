@@ -150,6 +150,45 @@ fn without_a_rope_base_it_is_that_of_the_family() {
 }
 
 #[test]
+fn families_with_states_refuse_what_they_do_not_compute() {
+    let models = crate::lm::families::families().models;
+    let refused = |case: &str, changes: &[(&str, Value)], want: &str| {
+        let mut config = models.iter().find(|model| model.case == case).unwrap().config.clone();
+        for (name, value) in changes {
+            config[*name] = value.clone();
+        }
+        let said = format!("{:#}", Config::parse(&config.to_string()).unwrap_err());
+        assert!(said.contains(want), "{said}: {want}");
+    };
+    refused("lfm2", &[("conv_bias", json!(true))], "conv_bias is true");
+    refused("lfm2", &[("layer_types", json!(["conv", "mamba", "conv"]))], "expected conv or full_attention");
+    refused("lfm2", &[("layer_types", json!(["conv"]))], "layer_types");
+    refused("lfm2", &[("layer_types", Value::Null), ("full_attn_idxs", json!([9]))], "full_attn_idxs is [9]");
+    refused("lfm2", &[("block_auto_adjust_ff_dim", json!(3))], "block_auto_adjust_ff_dim is 3");
+    refused("lfm2", &[("block_multiple_of", json!(0))], "block_multiple_of is 0");
+    refused("qwen3.5", &[("linear_num_key_heads", json!(4))], "linear_num_key_heads 4 does not divide");
+    refused("qwen3.5", &[("attn_output_gate", json!(false))], "attn_output_gate is false");
+    refused("qwen3.5", &[("mamba_ssm_dtype", json!("bfloat16"))], "mamba_ssm_dtype");
+    refused("qwen3 next", &[("mlp_only_layers", json!([0]))], "an expert of all tokens");
+    // As older files say it, and without a list.
+    let parts = |case: &str, changes: &[(&str, Value)]| {
+        let mut config = models.iter().find(|model| model.case == case).unwrap().config.clone();
+        for (name, value) in changes {
+            config[*name] = value.clone();
+        }
+        let config = Config::parse(&config.to_string()).unwrap();
+        (
+            config.intermediate_size,
+            config.parts.mixers.iter().map(|mixer| mixer.is_recurrent()).collect::<Vec<_>>(),
+        )
+    };
+    let old = [("layer_types", Value::Null), ("full_attn_idxs", json!([1])), ("block_ff_dim", json!(96))];
+    assert_eq!(parts("lfm2", &old), (64, vec![true, false, true]));
+    let every = [("layer_types", Value::Null), ("full_attention_interval", json!(2))];
+    assert_eq!(parts("qwen3.5", &every).1, [true, false]);
+}
+
+#[test]
 fn a_config_with_two_rope_bases_is_refused() {
     let facts = facts();
     let [new, old] = &facts.models[0].configs;

@@ -69,6 +69,25 @@ fn the_language_model_of_a_model_for_images_computes_the_logits_of_transformers(
     }
 }
 
+#[test]
+fn layers_that_draft_tokens_are_left_out_and_others_are_not() {
+    let Wrappers { prompt, models } = wrappers();
+    let model = models.into_iter().find(|model| model.case == "qwen3.5").unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("config.json"), model.config.to_string()).unwrap();
+    let mut stored: HashMap<String, Tensor> =
+        model.tensors.iter().map(|(name, shape)| (name.clone(), weight(name, shape))).collect();
+    let mut save = |name: &str| {
+        stored.insert(name.to_owned(), weight(name, &[4, 4]));
+        candle_core::safetensors::save(&stored, folder.path().join("model.safetensors")).unwrap();
+    };
+    save("mtp.layers.0.mlp.up_proj.weight");
+    assert_logits(folder.path(), &prompt, &model.logits, "drafts");
+    save("model.language_model.layers.0.linear_attn.other.weight");
+    let said = format!("{:#}", Files::open(folder.path()).unwrap_err());
+    assert!(said.contains("model.layers.0.linear_attn.other.weight"), "{said}");
+}
+
 /// The config of a model whose fields are not inside of another, as older files have it.
 fn flat(mut config: Value) -> Value {
     let text = config.as_object_mut().unwrap().remove("text_config").unwrap();
