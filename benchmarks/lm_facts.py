@@ -88,12 +88,14 @@ MIXTURES = {
 }
 
 # Mixtures that choose by sigmoids and biases, in groups, beside networks for all tokens.
+# transformers writes what is absent into the object.
+FRESH = dict(rope_type="default", rope_theta=10_000.0)
 ROUTED = {
     "glm4 moe": (
         "Glm4Moe",
         dict(
             head_dim=12, attention_bias=True, n_routed_experts=7, num_experts_per_tok=3, moe_intermediate_size=20,
-            n_shared_experts=1, routed_scaling_factor=2.5, first_k_dense_replace=1, rope_parameters=ROPE,
+            n_shared_experts=1, routed_scaling_factor=2.5, first_k_dense_replace=1, rope_parameters=dict(FRESH),
         ),
     ),
     "glm4 moe with norms and groups": (
@@ -101,13 +103,21 @@ ROUTED = {
         dict(
             head_dim=16, use_qk_norm=True, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=12,
             n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=0, norm_topk_prob=False,
-            rope_parameters=ROPE,
+            rope_parameters=dict(FRESH, partial_rotary_factor=1.0),
         ),
     ),
+    "qwen2 moe": (
+        "Qwen2Moe",
+        dict(
+            num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=28,
+            rope_parameters=dict(FRESH),
+        ),
+    ),
+    "olmoe": ("Olmoe", dict(num_experts=6, num_experts_per_tok=3, rope_parameters=dict(FRESH))),
     "minimax m2": (
         "MiniMaxM2",
         dict(
-            head_dim=12, num_local_experts=5, num_experts_per_tok=2, rope_parameters=dict(ROPE, partial_rotary_factor=0.5),
+            head_dim=12, num_local_experts=5, num_experts_per_tok=2, rope_parameters=dict(FRESH, partial_rotary_factor=0.5),
         ),
     ),
 }

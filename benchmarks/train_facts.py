@@ -28,7 +28,7 @@ BATCH = [
 ]
 BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.25)
 CASES = {**lm_facts.CASES, **lm_facts.MIXTURES}
-MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2"]
+MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe"]
 
 # The routers of models in memory.
 ROUTERS = ["mlp.gate.weight"]

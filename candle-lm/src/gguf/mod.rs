@@ -24,7 +24,7 @@ use super::config::unknown::UnknownFields;
 type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and which elements of a head are turned together.
-const ARCHITECTURES: [(&str, &str, RopePairs); 12] = [
+const ARCHITECTURES: [(&str, &str, RopePairs); 14] = [
     // The rows of queries and keys are permuted so that neighbors are turned together.
     ("llama", "llama", RopePairs::Neighbors),
     ("smollm3", "smollm3", RopePairs::Neighbors),
@@ -36,12 +36,14 @@ const ARCHITECTURES: [(&str, &str, RopePairs); 12] = [
     ("gemma3", "gemma3_text", RopePairs::Halves),
     ("phi3", "phi3", RopePairs::Halves),
     ("olmo2", "olmo2", RopePairs::Halves),
+    ("olmoe", "olmoe", RopePairs::Halves),
+    ("qwen2moe", "qwen2_moe", RopePairs::Halves),
     ("glm4moe", "glm4_moe", RopePairs::Halves),
     ("minimax-m2", "minimax_m2", RopePairs::Halves),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 31] = [
+const FIELDS: [(&str, Option<&str>); 32] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -68,6 +70,7 @@ const FIELDS: [(&str, Option<&str>); 31] = [
     ("expert_feed_forward_length", Some("moe_intermediate_size")),
     ("expert_weights_norm", Some("norm_topk_prob")),
     ("expert_weights_scale", Some("routed_scaling_factor")),
+    ("expert_shared_feed_forward_length", Some("shared_expert_intermediate_size")),
     ("expert_shared_count", Some("n_shared_experts")),
     ("expert_group_count", Some("n_group")),
     ("expert_group_used_count", Some("topk_group")),
@@ -83,7 +86,7 @@ const TENSORS: [(&str, &str); 3] = [
 ];
 
 /// The names of modules of layers.
-const MODULES: [(&str, &str); 22] = [
+const MODULES: [(&str, &str); 23] = [
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
@@ -100,6 +103,7 @@ const MODULES: [(&str, &str); 22] = [
     ("ffn_gate_shexp", "mlp.shared_experts.gate_proj"),
     ("ffn_up_shexp", "mlp.shared_experts.up_proj"),
     ("ffn_down_shexp", "mlp.shared_experts.down_proj"),
+    ("ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
     ("ffn_gate_exps", EXPERTS[0]),
     ("ffn_up_exps", EXPERTS[1]),
     ("ffn_down_exps", EXPERTS[2]),
@@ -251,7 +255,11 @@ pub(crate) fn renamed(name: &str, kind: &str) -> String {
     match hub {
         None => name.to_owned(),
         Some(hub) if EXPERTS.contains(&hub) => format!("model.layers.{layer}.{hub}"),
-        Some(hub) => format!("model.layers.{layer}.{hub}.{parameter}"),
+        Some(hub) => {
+            let one = kind == "qwen2moe";
+            let hub = if one { hub.replace(".shared_experts.", ".shared_expert.") } else { hub.to_owned() };
+            format!("model.layers.{layer}.{hub}.{parameter}")
+        }
     }
 }
 

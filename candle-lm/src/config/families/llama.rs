@@ -6,12 +6,12 @@ use serde_json::Value;
 use super::{Family, FamilyDefaults, PLAIN, biased, full};
 use crate::config::experts::{self, Experts};
 use crate::config::fields::FieldRule::{self, Only, Used};
-use crate::config::fields::Plain::{False, One, Text};
-use crate::config::fields::shortened;
+use crate::config::fields::Plain::{False, Null, One, Text};
+use crate::config::fields::{joined, shortened};
 use crate::config::parts::{Norms, Parts, QkNorm};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 7] = [
+pub(super) static FAMILIES: [Family; 8] = [
     Family {
         model_type: "llama",
         architecture: "LlamaForCausalLM",
@@ -87,6 +87,16 @@ pub(super) static FAMILIES: [Family; 7] = [
         },
     },
     Family {
+        model_type: "olmoe",
+        architecture: "OlmoeForCausalLM",
+        fields: &OLMOE,
+        absent: PLAIN,
+        parts: |fields, layers| {
+            let experts = Some(Experts::olmo(fields)?);
+            Ok(Parts { qk_norm: QkNorm::All, experts, ..biased(fields, layers)? })
+        },
+    },
+    Family {
         model_type: "mixtral",
         architecture: "MixtralForCausalLM",
         fields: &experts::MIXTRAL_FIELDS,
@@ -124,3 +134,8 @@ pub(super) static FAMILIES: [Family; 7] = [
         },
     },
 ];
+
+const OLMOE: [(&str, FieldRule); 8] = joined(
+    experts::ROUTER,
+    [("attention_bias", Used), ("clip_qkv", Only(Null)), ("norm_topk_prob", Used), ("num_experts", Used)],
+);

@@ -115,7 +115,9 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, RopePairs)>
     if let Some(experts) = &parts.experts {
         let is_leading = |layers: &[bool]| layers.is_sorted();
         let is_glm = kind == "glm4moe";
-        need(is_glm || experts.normalize, "weights of experts that are not normalized");
+        let takes_raw = ["qwen2moe", "olmoe"].contains(&kind);
+        need(is_glm || takes_raw || experts.normalize, "weights of experts that are not normalized");
+        need(!takes_raw || !experts.normalize, "weights of experts that are normalized");
         need(
             !config.has_dense_layers() || (is_glm && is_leading(&experts.layers)),
             "dense layers in a model that has layers with experts",
@@ -170,12 +172,13 @@ pub(crate) fn renamed(name: &str, kind: &str, config: &Config) -> Result<String>
         Some((module, parameter @ ("weight" | "bias"))) => (module, parameter),
         _ => (rest, "weight"),
     };
-    let module = match (module, config.parts.norms) {
+    let of_all = module.replace(".shared_expert.", ".shared_experts.");
+    let module = match (of_all.as_str(), config.parts.norms) {
         (ROUTER, _) if parameter == "bias" => Some("exp_probs_b"),
         ("post_attention_layernorm", Norms::Before) if kind == "glm4moe" => Some("post_attention_norm"),
         ("post_attention_layernorm", Norms::Before) | ("pre_feedforward_layernorm", _) => Some("ffn_norm"),
         ("mlp.gate_up_proj", _) => Some("ffn_up"),
-        _ => MODULES.iter().find(|(_, hub)| *hub == module).map(|(gguf, _)| *gguf),
+        (module, _) => MODULES.iter().find(|(_, hub)| *hub == module).map(|(gguf, _)| *gguf),
     };
     let module = module.with_context(|| format!("{name:?} has no name in GGUF files of {kind}"))?;
     Ok(format!("blk.{layer}.{module}.{parameter}"))
@@ -271,7 +274,8 @@ fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
             let layers: Vec<bool> =
                 (0..config.num_hidden_layers).map(|layer| experts.are_in(layer)).collect();
             let choice = (experts.count, experts.chosen, experts.scores, experts.groups, experts.has_bias);
-            (choice, experts.hidden, experts.normalize, experts.scale as f32, experts.shared, layers)
+            let shared = (experts.shared, experts.shared_gate);
+            (choice, experts.hidden, experts.normalize, experts.scale as f32, shared, layers)
         });
         (windows(config), rotary, experts)
     };

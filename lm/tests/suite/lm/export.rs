@@ -66,6 +66,8 @@ fn exported_files_compute_what_their_folders_compute() {
         "glm4 moe",
         "glm4 moe with norms and groups",
         "minimax m2",
+        "qwen2 moe",
+        "olmoe",
     ];
     let mut done = Vec::new();
     for mut model in models {
