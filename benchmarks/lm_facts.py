@@ -103,9 +103,17 @@ ROUTED = {
         dict(
             head_dim=16, use_qk_norm=True, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=12,
             n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=0, norm_topk_prob=False,
-            rope_parameters=ROPE,
+            rope_parameters=dict(FRESH, partial_rotary_factor=1.0),
         ),
     ),
+    "qwen2 moe": (
+        "Qwen2Moe",
+        dict(
+            num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=28,
+            rope_parameters=dict(FRESH),
+        ),
+    ),
+    "olmoe": ("Olmoe", dict(num_experts=6, num_experts_per_tok=3, rope_parameters=dict(FRESH))),
     "minimax m2": (
         "MiniMaxM2",
         dict(

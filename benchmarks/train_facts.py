@@ -27,7 +27,7 @@ BATCH = [
     [9, 7, 35, 15, 13, 23, 3, 19, 29, 27],
 ]
 BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.25)
-MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2"]
+MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe"]
 
 # The routers of models in memory.
 ROUTERS = ["mlp.gate.weight"]

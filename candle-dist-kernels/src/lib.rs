@@ -24,6 +24,7 @@ mod adam_w;
 mod add;
 mod attention;
 mod bounds;
+mod clamped_gate;
 mod conv;
 mod convert;
 mod cross_entropy;
@@ -77,6 +78,7 @@ mod weight_sink;
 
 pub use adam_w::AdamW;
 pub use add::add;
+pub use clamped_gate::clamped_gate;
 pub use conv::Conv;
 pub use cross_entropy::cross_entropy;
 pub use embedding::embedding;

@@ -42,7 +42,7 @@ pub(super) fn composed(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
 struct SiluGate;
 
 /// Applies `f` to the elements of three slices.
-fn zip<T: Real>(a: &[T], b: &[T], c: &[T], f: impl Fn(T, T, T) -> T + Sync) -> Vec<T> {
+pub(super) fn zip<T: Real>(a: &[T], b: &[T], c: &[T], f: impl Fn(T, T, T) -> T + Sync) -> Vec<T> {
     let (out, _) = new_by_blocks(
         a.len(),
         1,

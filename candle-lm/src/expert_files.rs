@@ -28,6 +28,16 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
             _ => name.to_owned(),
         }
     })?;
+    // GGUF files have the gate of a network for all tokens as a vector.
+    let [_, gate] = names.shared;
+    for layer in (0..config.num_hidden_layers).filter(|&layer| experts.shared_gate && experts.are_in(layer)) {
+        let gate = format!("model.layers.{layer}.{gate}.weight");
+        if weights.contains_tensor(&gate) && weights.shape(&gate)?.len() == 1 {
+            let row = format!("{gate}.row");
+            weights = weights.rename(|name| if name == gate { row.clone() } else { name.to_owned() })?;
+            weights = weights.stack(&[row], gate)?;
+        }
+    }
     for layer in (0..config.num_hidden_layers).filter(|&layer| experts.are_in(layer)) {
         let at = |name: &str| format!("model.layers.{layer}.{name}");
         let [gate, up, _] = EXPERTS.map(at);

@@ -1,7 +1,7 @@
 //! A mixture of experts on one device in plain candle: a dense loop over experts.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
-use candle_shard::nn::{MoEConfig, Scores};
+use candle_shard::nn::{ExpertGate, MoEConfig, Scores};
 use candle_shard::random::Distribution;
 
 use crate::reference_params::Params;
@@ -73,6 +73,8 @@ pub(crate) struct MoeLayer {
     logit_bias: Option<Tensor>,
     /// Gate, up and down.
     experts: [Tensor; 3],
+    /// Those of gate, up and down.
+    biases: Option<[Tensor; 3]>,
     shared: Option<[Tensor; 3]>,
     shared_gate: Option<Tensor>,
 }
@@ -106,8 +108,21 @@ impl MoeLayer {
         let uniform = Distribution::Uniform { lo: -bound, up: bound };
         let logit_bias = || params.draw(format!("{prefix}router.logit_bias"), &[experts], uniform);
         let logit_bias = config.logit_bias.then(logit_bias).transpose()?;
+        let mut bias_of = |name: &str, columns: usize, into: usize| {
+            let bound = 1.0 / (into as f64).sqrt();
+            let uniform = Distribution::Uniform { lo: -bound, up: bound };
+            params.draw(format!("{prefix}experts.{name}_proj_bias"), &[experts, columns], uniform)
+        };
+        let biases = match config.expert_bias {
+            true => Some([
+                bias_of("gate", hidden, width)?,
+                bias_of("up", hidden, width)?,
+                bias_of("down", width, hidden)?,
+            ]),
+            false => None,
+        };
         let (config, bias) = (config.clone(), vec![0.0; experts]);
-        Ok(Self { config, bias, router, logit_bias, experts: of_experts, shared, shared_gate })
+        Ok(Self { config, bias, router, logit_bias, experts: of_experts, biases, shared, shared_gate })
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Made> {
@@ -139,7 +154,15 @@ impl MoeLayer {
             let weight = (&weights * uses)?.sum_keepdim(1)?;
             let [gate, up, down] =
                 [&self.experts[0], &self.experts[1], &self.experts[2]].map(|w| w.get(expert));
-            output = (output + gated(&flat, [&gate?, &up?, &down?])?.broadcast_mul(&weight)?)?;
+            let biases = self.biases.as_ref().map(|biases| biases.each_ref().map(|bias| bias.get(expert)));
+            let with = |made: Tensor, which: usize| match &biases {
+                Some(biases) => made
+                    .broadcast_add(biases[which].as_ref().map_err(|error| candle_core::Error::msg(error))?),
+                None => Ok(made),
+            };
+            let (gate, up) = (with(flat.matmul(&gate?.t()?)?, 0)?, with(flat.matmul(&up?.t()?)?, 1)?);
+            let made = with(activated(&gate, &up, config.expert_gate)?.matmul(&down?.t()?)?, 2)?;
+            output = (output + made.broadcast_mul(&weight)?)?;
         }
         if let Some([gate, up, down]) = &self.shared {
             let made = gated(&flat, [gate, up, down])?;
@@ -222,7 +245,19 @@ impl MoeLayer {
 }
 
 fn gated(x: &Tensor, [gate, up, down]: [&Tensor; 3]) -> Result<Tensor> {
-    let gate = x.matmul(&gate.t()?)?;
-    let hidden = ((&gate * candle_nn::ops::sigmoid(&gate)?)? * x.matmul(&up.t()?)?)?;
-    hidden.matmul(&down.t()?)
+    activated(&x.matmul(&gate.t()?)?, &x.matmul(&up.t()?)?, ExpertGate::Silu)?.matmul(&down.t()?)
+}
+
+fn activated(gate: &Tensor, up: &Tensor, kind: ExpertGate) -> Result<Tensor> {
+    match kind {
+        ExpertGate::Silu => (gate * candle_nn::ops::sigmoid(gate)?)? * up,
+        ExpertGate::Clamped { alpha, limit } => {
+            let limited = |x: &Tensor, low: f64| {
+                let is_within = (x.le(limit)? * x.ge(low)?)?;
+                is_within.where_cond(x, &x.detach().clamp(low, limit)?)
+            };
+            let (gate, up) = (limited(gate, f64::NEG_INFINITY)?, limited(up, -limit)?);
+            (&gate * candle_nn::ops::sigmoid(&(&gate * alpha)?)?)? * (up + 1.0)?
+        }
+    }
 }

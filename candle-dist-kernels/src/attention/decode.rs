@@ -19,7 +19,7 @@ const PARALLEL: usize = 1 << 18;
 /// Keys and values may be kept in 16 bits, and are widened while they are read. There is no gradient. What a text gets does
 /// not depend on the other texts. On other devices than the CPU it is computed from candle's operations.
 ///
-/// See [`flash_attn_of_blocks`](crate::flash_attn_of_blocks) for `log_sums`.
+/// See [`flash_attn_of_blocks`](crate::parts::flash_attn_of_blocks) for `log_sums`.
 ///
 /// # Errors
 /// If shapes or dtypes do not agree, or there is no text.

@@ -13,7 +13,7 @@ use candle_dist::edges;
 /// Attention of queries over blocks of keys that follow each other and are all rows of the key and the value.
 ///
 /// The tensors are of one compute dtype, f32 or f64, and on the host. See
-/// [`flash_attn_of_blocks`](crate::flash_attn_of_blocks) for `log_sums`.
+/// [`flash_attn_of_blocks`](crate::parts::flash_attn_of_blocks) for `log_sums`.
 pub(crate) fn attend(
     inputs: [&Tensor; 3],
     scale: Scale,

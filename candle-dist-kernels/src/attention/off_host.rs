@@ -17,7 +17,7 @@ use std::ops::Range;
 
 /// Attention over blocks of keys that are all rows of the key and the value, on the device of the inputs.
 ///
-/// See [`flash_attn_of_blocks`](crate::flash_attn_of_blocks) for `log_sums`.
+/// See [`flash_attn_of_blocks`](crate::parts::flash_attn_of_blocks) for `log_sums`.
 pub(crate) fn attend_off_host(
     [q, k, v]: [&Tensor; 3],
     scale: Scale,

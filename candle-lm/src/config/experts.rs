@@ -130,6 +130,23 @@ pub(super) const DEEPSEEK_FIELDS: [(&str, FieldRule); 15] = [
     ("topk_group", Used),
 ];
 
+pub(super) const QWEN2_FIELDS: [(&str, FieldRule); 15] = joined(
+    ROUTER,
+    [
+        ("decoder_sparse_step", Used),
+        ("layer_types", Used),
+        ("max_window_layers", Used),
+        ("mlp_only_layers", Used),
+        ("moe_intermediate_size", Used),
+        ("norm_topk_prob", Used),
+        ("num_experts", Used),
+        ("qkv_bias", Used),
+        ("shared_expert_intermediate_size", Used),
+        ("sliding_window", Used),
+        ("use_sliding_window", Used),
+    ],
+);
+
 /// The most experts of a layer.
 const MOST: usize = 1 << 16;
 
@@ -183,9 +200,26 @@ impl Experts {
         Self::read(fields, [8, 2], fields.size("intermediate_size", super::MOST)?, &MIXTRAL)
     }
 
-    /// Those of Qwen 3, in some of the `layers` layers.
-    pub(super) fn qwen(fields: &Fields, layers: usize) -> Result<Self> {
-        let hidden = fields.optional_size("moe_intermediate_size", super::MOST)?.unwrap_or(768);
+    /// Those of OLMo, in all layers.
+    pub(super) fn olmo(fields: &Fields) -> Result<Self> {
+        let read = Self::read(fields, [64, 8], fields.size("intermediate_size", super::MOST)?, &QWEN)?;
+        Ok(Self { normalize: fields.switch("norm_topk_prob")?, ..read })
+    }
+
+    /// Those of Qwen 2, beside a network for all tokens that has a gate.
+    pub(super) fn qwen2(fields: &Fields, layers: usize) -> Result<Self> {
+        let shared = fields.optional_size("shared_expert_intermediate_size", super::MOST)?.unwrap_or(5632);
+        Ok(Self { shared, shared_gate: true, ..Self::qwen(fields, layers, ([60, 4], 1408))? })
+    }
+
+    /// Those of Qwen 3.
+    pub(super) fn qwen3(fields: &Fields, layers: usize) -> Result<Self> {
+        Self::qwen(fields, layers, ([128, 8], 768))
+    }
+
+    /// Those of Qwen, in some of the `layers` layers; without fields their numbers and width are `absent`.
+    fn qwen(fields: &Fields, layers: usize, absent: ([usize; 2], usize)) -> Result<Self> {
+        let hidden = fields.optional_size("moe_intermediate_size", super::MOST)?.unwrap_or(absent.1);
         let step = fields.optional_size("decoder_sparse_step", super::MOST_LAYERS)?.unwrap_or(1);
         let mut sparse: Vec<bool> = (1..=layers).map(|i| i.is_multiple_of(step)).collect();
         if let Some(list) = fields.get("mlp_only_layers") {
@@ -198,7 +232,7 @@ impl Experts {
             dense.with_context(said)?.into_iter().for_each(|layer| sparse[layer] = false);
         }
         let normalize = fields.switch("norm_topk_prob")?;
-        Ok(Self { normalize, layers: sparse, ..Self::read(fields, [128, 8], hidden, &QWEN)? })
+        Ok(Self { normalize, layers: sparse, ..Self::read(fields, absent.0, hidden, &QWEN)? })
     }
 
     /// Those of mixtures that are made like DeepSeek's, in all `layers` layers but the first ones.

@@ -197,6 +197,8 @@ impl Fields {
             );
         }
         for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
+            // A width of 0 is that of a part that is not there.
+            let is_absent = name.ends_with("_size") && *value == 0;
             match family.fields.iter().chain(COMMON).find(|(known, _)| known == name) {
                 Some((_, FieldRule::Used | FieldRule::Harmless)) => {}
                 Some((_, FieldRule::Only(only))) if only.is(value) => {}
@@ -206,7 +208,10 @@ impl Fields {
                         .refuse(&name, format!("{name} is {value}, and only {} is supported", only.text()));
                 }
                 // Where a family has a switch, another one may always do what it switches.
-                None if families().any(|other| other.has(name)) && !is_full_attention(value) => {
+                None if families().any(|other| other.has(name))
+                    && !is_full_attention(value)
+                    && !is_absent =>
+                {
                     let name = unknown.name_of(name);
                     unknown
                         .refuse(&name, format!("{name} ({}) is a field of other families", shortened(value)));

@@ -92,6 +92,20 @@ pub(super) fn fields(
             fields.insert("num_hidden_layers".into(), json!(layers));
             fields.insert("use_qk_norm".into(), json!(weights.contains_tensor("blk.0.attn_q_norm.weight")));
         }
+        "qwen2moe" | "olmoe" => {
+            // Which llama.cpp takes for granted.
+            let normalize = fields.entry("norm_topk_prob").or_insert(json!(false));
+            ensure!(
+                *normalize == json!(false),
+                "{kind}.expert_weights_norm is true, and only false is supported"
+            );
+            // What is said of experts whose width is that of feed-forward layers.
+            if kind == "olmoe"
+                && let Some(inner) = fields.remove("moe_intermediate_size")
+            {
+                fields.insert("intermediate_size".into(), inner);
+            }
+        }
         "qwen3moe" => {
             // Which llama.cpp takes for granted.
             fields.entry("norm_topk_prob").or_insert(json!(true));

@@ -27,7 +27,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 31] = [
+const ARCHITECTURES: [(&str, &str, bool); 33] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -61,11 +61,13 @@ const ARCHITECTURES: [(&str, &str, bool); 31] = [
     ("arcee", "arcee", true),
     ("stablelm", "stablelm", false),
     ("lfm2", "lfm2", false),
+    ("olmoe", "olmoe", false),
+    ("qwen2moe", "qwen2_moe", false),
     (latent::KIND, "deepseek_v3", false),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 36] = [
+const FIELDS: [(&str, Option<&str>); 37] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -98,6 +100,7 @@ const FIELDS: [(&str, Option<&str>); 36] = [
     ("expert_feed_forward_length", Some("moe_intermediate_size")),
     ("expert_weights_norm", Some("norm_topk_prob")),
     ("expert_weights_scale", Some("routed_scaling_factor")),
+    ("expert_shared_feed_forward_length", Some("shared_expert_intermediate_size")),
     ("expert_shared_count", Some("n_shared_experts")),
     ("expert_group_count", Some("n_group")),
     ("expert_group_used_count", Some("topk_group")),
@@ -117,7 +120,7 @@ const TENSORS: [(&str, &str); 5] = [
 ];
 
 /// The names of modules of layers.
-const MODULES: [(&str, &str); 27] = [
+const MODULES: [(&str, &str); 28] = [
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
     ("attn_v", "self_attn.v_proj"),
@@ -139,6 +142,7 @@ const MODULES: [(&str, &str); 27] = [
     ("ffn_gate_shexp", "mlp.shared_experts.gate_proj"),
     ("ffn_up_shexp", "mlp.shared_experts.up_proj"),
     ("ffn_down_shexp", "mlp.shared_experts.down_proj"),
+    ("ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
     ("ffn_gate_exps", EXPERTS[0]),
     ("ffn_up_exps", EXPERTS[1]),
     ("ffn_down_exps", EXPERTS[2]),
@@ -363,7 +367,11 @@ pub(crate) fn renamed(name: &str, config: &Config) -> String {
     match hub {
         None => name.to_owned(),
         Some(hub) if EXPERTS.contains(&hub) => format!("model.layers.{layer}.{hub}"),
-        Some(hub) => format!("model.layers.{layer}.{hub}.{parameter}"),
+        Some(hub) => {
+            let one = config.family == "qwen2_moe";
+            let hub = if one { hub.replace(".shared_experts.", ".shared_expert.") } else { hub.to_owned() };
+            format!("model.layers.{layer}.{hub}.{parameter}")
+        }
     }
 }
 

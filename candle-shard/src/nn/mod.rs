@@ -53,7 +53,7 @@ pub use linear::Linear;
 pub use lora::{ActiveAdapters, AdapterWeight};
 pub use mode::Mode;
 pub use module::{Module, ModuleT};
-pub use moe::{ExpertGroups, Load, MoE, MoEConfig, MoEOutput, Scores};
+pub use moe::{ExpertGate, ExpertGroups, Load, MoE, MoEConfig, MoEOutput, Scores};
 pub use norm::{LayerNorm, RmsNorm, layer_norm_no_bias};
 pub use optim::{
     Adagrad, AdamW, AdjustLr, ElementOptimizer, LrSchedule, Muon, Optimizer, ParamGroup, ParamsAdagrad,

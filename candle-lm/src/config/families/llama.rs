@@ -6,13 +6,13 @@ use serde_json::Value;
 use super::{Family, FamilyDefaults, PLAIN, biased, full};
 use crate::config::experts::{self, Experts};
 use crate::config::fields::FieldRule::{self, Only, Used};
-use crate::config::fields::Plain::{False, One, Text};
-use crate::config::fields::shortened;
-use crate::config::parts::{FUSED_GATE, FUSED_QKV, Parts};
+use crate::config::fields::Plain::{False, Null, One, Text};
+use crate::config::fields::{joined, shortened};
+use crate::config::parts::{FUSED_GATE, FUSED_QKV, Parts, QkNorm};
 use crate::config::rope;
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 7] = [
+pub(super) static FAMILIES: [Family; 8] = [
     Family {
         model_type: "llama",
         architecture: "LlamaForCausalLM",
@@ -90,6 +90,16 @@ pub(super) static FAMILIES: [Family; 7] = [
         },
     },
     Family {
+        model_type: "olmoe",
+        architecture: "OlmoeForCausalLM",
+        fields: &OLMOE,
+        absent: PLAIN,
+        parts: |fields, layers| {
+            let experts = Some(Experts::olmo(fields)?);
+            Ok(Parts { qk_norm: QkNorm::All, experts, ..biased(fields, layers)? })
+        },
+    },
+    Family {
         model_type: "mixtral",
         architecture: "MixtralForCausalLM",
         fields: &experts::MIXTRAL_FIELDS,
@@ -127,3 +137,8 @@ pub(super) static FAMILIES: [Family; 7] = [
         },
     },
 ];
+
+const OLMOE: [(&str, FieldRule); 8] = joined(
+    experts::ROUTER,
+    [("attention_bias", Used), ("clip_qkv", Only(Null)), ("norm_topk_prob", Used), ("num_experts", Used)],
+);

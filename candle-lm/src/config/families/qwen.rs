@@ -10,7 +10,7 @@ use crate::config::fields::Plain::{False, True};
 use crate::config::parts::{Parts, QkNorm};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 3] = [
+pub(super) static FAMILIES: [Family; 4] = [
     Family {
         model_type: "qwen2",
         architecture: "Qwen2ForCausalLM",
@@ -30,6 +30,28 @@ pub(super) static FAMILIES: [Family; 3] = [
         },
     },
     Family {
+        model_type: "qwen2_moe",
+        architecture: "Qwen2MoeForCausalLM",
+        fields: &experts::QWEN2_FIELDS,
+        absent: PLAIN,
+        parts: |fields, layers| {
+            let uses = fields.switch("use_sliding_window")?;
+            let window = if uses { fields.window("sliding_window", Some(4096))? } else { None };
+            let most = fields.optional_size("max_window_layers", 1 << 20)?.unwrap_or(28);
+            let types = fields.layer_types(layers)?;
+            let is_sliding = |i: usize| types.as_ref().map_or(i % 2 == 0 && i < most, |types| types[i]);
+            if types.is_some() && window.is_none() {
+                full(fields)?;
+            }
+            Ok(Parts {
+                qkv_bias: fields.switch_or("qkv_bias", true)?,
+                windows: (0..layers).map(|i| window.filter(|_| is_sliding(i))).collect(),
+                experts: Some(Experts::qwen2(fields, layers)?),
+                ..Parts::default()
+            })
+        },
+    },
+    Family {
         model_type: "qwen3_moe",
         architecture: "Qwen3MoeForCausalLM",
         fields: &experts::QWEN_FIELDS,
@@ -37,7 +59,7 @@ pub(super) static FAMILIES: [Family; 3] = [
         parts: |fields, layers| {
             let uses = fields.switch("use_sliding_window")?;
             let window = if uses { fields.window("sliding_window", Some(4096))? } else { None };
-            let experts = Some(Experts::qwen(fields, layers)?);
+            let experts = Some(Experts::qwen3(fields, layers)?);
             Ok(Parts {
                 qk_norm: QkNorm::Head,
                 windows: vec![window; layers],

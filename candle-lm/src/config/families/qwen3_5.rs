@@ -26,7 +26,7 @@ pub(super) static FAMILIES: [Family; 2] = [
         fields: &QWEN3_NEXT,
         absent: ABSENT,
         parts: |fields, layers| {
-            let experts = Experts::qwen(fields, layers)?;
+            let experts = Experts::qwen3(fields, layers)?;
             ensure!(
                 (0..layers).all(|layer| !experts.are_in(layer)),
                 "qwen3_next has experts in layers that mlp_only_layers does not name, beside an expert of all tokens, which is not supported"

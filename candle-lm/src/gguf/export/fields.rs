@@ -117,6 +117,9 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
         if experts.scores == Scores::Sigmoid {
             own.extend([("expert_gating_func", number(2)), ("expert_weights_scale", float(experts.scale))]);
         }
+        if experts.shared_gate {
+            own.push(("expert_shared_feed_forward_length", number(experts.shared)));
+        }
         if kind == "glm4moe" {
             let dense = (0..config.num_hidden_layers).filter(|&layer| !experts.are_in(layer)).count();
             own.extend([

@@ -134,7 +134,9 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     if let Some(experts) = &parts.experts {
         let is_leading = |layers: &[bool]| layers.is_sorted();
         let is_glm = kind == "glm4moe";
-        need(is_glm || experts.normalize, "weights of experts that are not normalized");
+        let takes_raw = ["qwen2moe", "olmoe"].contains(&kind);
+        need(is_glm || takes_raw || experts.normalize, "weights of experts that are not normalized");
+        need(!takes_raw || !experts.normalize, "weights of experts that are normalized");
         need(
             !config.has_dense_layers() || (is_glm && is_leading(&experts.layers)),
             "dense layers in a model that has layers with experts",
@@ -198,6 +200,7 @@ pub(crate) fn renamed(name: &str, kind: &str, config: &Config) -> Result<String>
         Some((module, parameter @ ("weight" | "bias"))) => (module, parameter),
         _ => (rest, "weight"),
     };
+    let of_all = module.replace(".shared_expert.", ".shared_experts.");
     let place = config.parts.norms.names().iter().position(|name| *name == Some(module));
     let of_heads = module.strip_prefix("self_attn.");
     let of_heads = config.parts.qk_norm.names().iter().position(|name| of_heads == Some(name));
@@ -207,7 +210,7 @@ pub(crate) fn renamed(name: &str, kind: &str, config: &Config) -> Result<String>
         (Some(at), _) => Some(NORMS[at]),
         (_, Some(at)) => Some(QK_NORMS[at]),
         _ if module == FUSED_GATE => Some("ffn_up"),
-        _ => MODULES.iter().find(|(_, hub)| *hub == module).map(|(gguf, _)| *gguf),
+        _ => MODULES.iter().find(|(_, hub)| *hub == of_all).map(|(gguf, _)| *gguf),
     };
     let module = module.with_context(|| format!("{name:?} has no name in GGUF files of {kind}"))?;
     Ok(format!("blk.{layer}.{module}.{parameter}"))
@@ -303,7 +306,8 @@ fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
             let layers: Vec<bool> =
                 (0..config.num_hidden_layers).map(|layer| experts.are_in(layer)).collect();
             let choice = (experts.count, experts.chosen, experts.scores, experts.groups, experts.has_bias);
-            (choice, experts.hidden, experts.normalize, experts.scale as f32, experts.shared, layers)
+            let shared = (experts.shared, experts.shared_gate);
+            (choice, experts.hidden, experts.normalize, experts.scale as f32, shared, layers)
         });
         (windows(config), rotary, experts, config.parts.mixers.clone())
     };

@@ -17,6 +17,21 @@ pub enum Scores {
     Sigmoid,
 }
 
+/// What an expert makes of the results `g` and `u` of its first two products.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum ExpertGate {
+    /// `g · sigmoid(g) · u`.
+    #[default]
+    Silu,
+    /// `g · sigmoid(alpha · g) · (u + 1)`, where `g` is at most the limit, and `u` from its negative to it, as in gpt-oss.
+    Clamped {
+        /// The factor of `g` in the logistic function, which is positive.
+        alpha: f64,
+        /// The limit.
+        limit: f64,
+    },
+}
+
 /// A choice in two steps: first groups of experts, by the sum of their best scores, then experts in these groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertGroups {
@@ -64,6 +79,10 @@ pub struct MoEConfig {
     pub bias: bool,
     /// Whether logits have a bias, which is learned.
     pub logit_bias: bool,
+    /// Whether the three products of an expert have biases. They are a part of its result, which the weights of choices multiply.
+    pub expert_bias: bool,
+    /// The activation of experts. Those that all tokens use have [`ExpertGate::Silu`].
+    pub expert_gate: ExpertGate,
     /// The width of the experts that all tokens use; 0 for none.
     pub shared_hidden: usize,
     /// Whether what these experts make of a token is multiplied by a number from 0 to 1, the logistic function of a linear layer.
@@ -102,6 +121,8 @@ impl MoEConfig {
             groups: None,
             bias: false,
             logit_bias: false,
+            expert_bias: false,
+            expert_gate: ExpertGate::Silu,
             shared_hidden: 0,
             shared_gate: false,
             balance_weight: 0.0,
@@ -146,6 +167,16 @@ impl MoEConfig {
     /// Sets whether logits have a bias.
     pub fn logit_bias(self, logit_bias: bool) -> Self {
         Self { logit_bias, ..self }
+    }
+
+    /// Sets whether the products of an expert have biases.
+    pub fn expert_bias(self, expert_bias: bool) -> Self {
+        Self { expert_bias, ..self }
+    }
+
+    /// Sets the activation of experts.
+    pub fn expert_gate(self, expert_gate: ExpertGate) -> Self {
+        Self { expert_gate, ..self }
     }
 
     /// Sets the width of the experts that all tokens use.
@@ -225,6 +256,13 @@ impl MoEConfig {
         }
         if self.shared_gate && self.shared_hidden == 0 {
             return refuse("shared_gate without shared experts: give shared_hidden".into());
+        }
+        if let ExpertGate::Clamped { alpha, limit } = self.expert_gate
+            && !(alpha.is_finite() && alpha > 0.0 && limit > 0.0)
+        {
+            return refuse(format!(
+                "a clamped gate with alpha {alpha} and limit {limit}: expected positive numbers"
+            ));
         }
         let factors = [
             ("scale", scale),

@@ -1,65 +1,127 @@
 //! The experts: gated feed-forward networks, each over the rows that chose it.
 use super::NO_EXPERT;
-use super::config::{MoEAxes, MoEConfig};
+use super::config::{ExpertGate, MoEAxes, MoEConfig};
 use super::dispatch::{ExpertRows, bags};
 use super::quantized::{NAMES, QuantizedExperts};
 use crate::kernels::{self, BagMode};
 use crate::nn::MeshVarBuilder;
 use crate::nn::linear::init;
 use crate::nn::place::AxisCut;
-use crate::{DTensor, Result};
-use candle_core::Tensor;
+use crate::{DTensor, Error, Result};
+use candle_core::{DType, Tensor};
+use candle_dist::empty;
+use std::sync::Arc;
 
-/// The weights of all experts: expert `i` maps `x` to `down[i] · (silu(gate[i] · x) · (up[i] · x))`.
+/// The weights of all experts: expert `i` maps `x` to `down[i] · (silu(gate[i] · x) · (up[i] · x))`, or has another activation, and
+/// perhaps biases.
 #[derive(Debug, Clone)]
-pub(super) enum ExpertWeights {
-    /// Gate and up `[experts, hidden, width]`, and down `[experts, width, hidden]`.
-    Floats(Box<[DTensor; 3]>),
-    /// Blocks of the same.
-    Quantized(QuantizedExperts),
+pub(super) struct ExpertWeights {
+    /// The products, if files have them in blocks.
+    quantized: Option<QuantizedExperts>,
+    /// If not, gate and up `[experts, hidden, width]`, and down `[experts, width, hidden]`; then the biases of all three, if there are
+    /// some, `[experts, hidden]` twice and `[experts, width]`.
+    tensors: Vec<DTensor>,
+    gate: ExpertGate,
+    /// Whether this rank adds the biases of the results, which are sums over the tensor axis.
+    is_first: bool,
 }
+
+/// The names of the biases of gate, up and down.
+const BIASES: [&str; 3] = ["gate_proj_bias", "up_proj_bias", "down_proj_bias"];
 
 impl ExpertWeights {
     pub(super) fn new(config: &MoEConfig, axes: &MoEAxes, vb: &MeshVarBuilder) -> Result<Self> {
-        if let Some(quantized) = QuantizedExperts::read(config, axes, vb)? {
-            return Ok(Self::Quantized(quantized));
-        }
         let &MoEConfig { width, hidden, experts, .. } = config;
-        let make = |name: &str, [out, into]: [usize; 2], hidden_dim: usize| {
+        let quantized = QuantizedExperts::read(config, axes, vb)?;
+        let make = |name: &str, dims: &[usize], into: usize, hidden_dim: Option<usize>| {
             let own = axes.experts.map(|axis| AxisCut { axis, dim: 0, sizes: axes.explicit_sizes() });
-            let tensor = axes.tensor_cut(hidden_dim, hidden, vb)?;
-            let cuts: Vec<AxisCut> = own.into_iter().chain(tensor).collect();
-            vb.cut(&[experts, out, into], name, init(into), &cuts)
+            let of_hidden = |dim: usize| match &quantized {
+                Some(quantized) => Ok(quantized.hidden_cut(dim)),
+                None => axes.tensor_cut(dim, hidden, vb),
+            };
+            let cuts = own.into_iter().chain(hidden_dim.map(of_hidden).transpose()?.flatten());
+            vb.cut(&[&[experts], dims].concat(), name, init(into), &cuts.collect::<Vec<_>>())
         };
-        let [gate, up, down] = NAMES;
-        let (gate, up) = (make(gate, [hidden, width], 1)?, make(up, [hidden, width], 1)?);
-        Ok(Self::Floats(Box::new([gate, up, make(down, [width, hidden], 2)?])))
+        let mut tensors = Vec::new();
+        if quantized.is_none() {
+            let [gate, up, down] = NAMES;
+            tensors.push(make(gate, &[hidden, width], width, Some(1))?);
+            tensors.push(make(up, &[hidden, width], width, Some(1))?);
+            tensors.push(make(down, &[width, hidden], hidden, Some(2))?);
+        }
+        if config.expert_bias {
+            let [gate, up, down] = BIASES;
+            tensors.push(make(gate, &[hidden], width, Some(1))?);
+            tensors.push(make(up, &[hidden], width, Some(1))?);
+            tensors.push(make(down, &[width], hidden, None)?);
+        }
+        let is_first = axes.tensor.is_none_or(|axis| vb.mesh().coordinate()[axis] == 0);
+        Ok(Self { quantized, tensors, gate: config.expert_gate, is_first })
     }
 
     /// Returns the weights that are tensors.
     pub(super) fn tensors(&self) -> &[DTensor] {
-        match self {
-            Self::Floats(weights) => &weights[..],
-            Self::Quantized(_) => &[],
-        }
+        &self.tensors
     }
 
     /// Returns the number of experts of this rank, whose [tensors](Self::tensors) have the layout `laid`.
     fn len(&self, laid: &[DTensor]) -> Result<usize> {
-        match self {
-            Self::Floats(_) => Ok(laid[0].to_local().dim(0)?),
-            Self::Quantized(experts) => Ok(experts.len()),
+        match &self.quantized {
+            Some(experts) => Ok(experts.len()),
+            None => Ok(laid[0].to_local().dim(0)?),
         }
     }
 
-    /// Returns the results for rows that are sorted by expert.
-    fn results(&self, laid: &[DTensor], x: &Tensor, counts: &[usize]) -> Result<Tensor> {
-        if let Self::Quantized(experts) = self {
-            return experts.compute(x, counts);
-        }
-        let product = |x: &Tensor, weight: &DTensor| kernels::grouped_linear(x, weight.to_local(), counts);
-        Ok(product(&kernels::silu_gate(&product(x, &laid[0])?, &product(x, &laid[1])?)?, &laid[2])?)
+    /// Returns the results for rows that are sorted by expert, in the dtype `dtype`.
+    fn results(&self, laid: &[DTensor], x: &Tensor, counts: &[usize], dtype: DType) -> Result<Tensor> {
+        let (weights, biases) = laid.split_at(if self.quantized.is_some() { 0 } else { 3 });
+        let experts =
+            counts.iter().zip(0u32..).flat_map(|(&count, expert)| std::iter::repeat_n(expert, count));
+        let experts: Arc<[u32]> = experts.collect();
+        let of_rows = |which: usize| -> Result<Option<Tensor>> {
+            let Some(bias) = biases.get(which) else { return Ok(None) };
+            Ok(Some(kernels::embedding(bias.to_local(), experts.clone(), None)?))
+        };
+        let with = |made: Tensor, which: usize| match of_rows(which)? {
+            Some(bias) => sum(&made, &bias),
+            None => Ok(made),
+        };
+        let gated = |[gate, up]: [Tensor; 2]| {
+            let (gate, up) = (with(gate, 0)?, with(up, 1)?);
+            Ok::<_, Error>(match self.gate {
+                ExpertGate::Silu => kernels::silu_gate(&gate, &up)?,
+                ExpertGate::Clamped { alpha, limit } => kernels::clamped_gate(&gate, &up, alpha, limit)?,
+            })
+        };
+        let made = match &self.quantized {
+            // Then all that takes part elsewhere takes part here, in the same order.
+            Some(experts) if experts.is_idle(x)? => {
+                let idle: Vec<Tensor> =
+                    [Some(x.clone()), of_rows(0)?, of_rows(1)?].into_iter().flatten().collect();
+                empty::zeros_of(&idle.iter().collect::<Vec<_>>(), x.shape(), x.dtype())?
+            }
+            Some(experts) => experts.results(x, counts, &gated)?,
+            None => {
+                let product =
+                    |x: &Tensor, of: usize| kernels::grouped_linear(x, weights[of].to_local(), counts);
+                product(&gated([product(x, 0)?, product(x, 1)?])?, 2)?
+            }
+        };
+        let made = kernels::convert(&made, dtype)?;
+        let Some(bias) = of_rows(2)? else { return Ok(made) };
+        let bias = kernels::convert(&bias, dtype)?;
+        // The other ranks have zeros, which keep their places in the backward pass.
+        let bias = if self.is_first { bias } else { bias.mul(&bias.zeros_like()?)? };
+        sum(&made, &bias)
     }
+}
+
+/// The sum of two tensors of a shape, of which candle forgets one where they have no elements.
+fn sum(made: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    if made.elem_count() == 0 {
+        return Ok(empty::zeros_of(&[made, bias], made.shape(), made.dtype())?);
+    }
+    Ok(kernels::add(made, bias)?)
 }
 
 /// Returns for each row the weighted sum of its experts' results, `[n, width]`, in the dtype of the weights of choices.
@@ -75,7 +137,7 @@ pub(super) fn compute(arrived: &ExpertRows, experts: &ExpertWeights, laid: &[DTe
     let slots = by_expert.concat();
     let rows: Vec<u32> = slots.iter().map(|slot| slot / top_k as u32).collect();
     let x = kernels::embedding(&arrived.rows, &rows[..], None)?;
-    let made = kernels::convert(&experts.results(laid, &x, &counts)?, arrived.weights.dtype())?;
+    let made = experts.results(laid, &x, &counts, arrived.weights.dtype())?;
     let mut of_row: Vec<Vec<u32>> = vec![Vec::new(); n];
     (0u32..).zip(&rows).for_each(|(place, &row)| of_row[row as usize].push(place));
     let in_bags: Vec<u32> = of_row.iter().flatten().map(|&place| slots[place as usize]).collect();

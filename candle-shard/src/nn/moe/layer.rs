@@ -47,7 +47,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// # Parameters
 ///
 /// `router.weight` `[experts, width]` and perhaps `router.bias` and `router.logit_bias` `[experts]`; `experts.gate_proj` and `experts.up_proj`
-/// `[experts, hidden, width]`, `experts.down_proj` `[experts, width, hidden]`; with shared experts
+/// `[experts, hidden, width]`, `experts.down_proj` `[experts, width, hidden]`, perhaps `experts.{gate_proj,up_proj}_bias` `[experts,
+/// hidden]` and `experts.down_proj_bias` `[experts, width]`; with shared experts
 /// `shared_experts.{gate_proj,up_proj,down_proj}.weight`, and with a gate of them `shared_expert_gate.weight` `[1, width]`. Experts that files store in blocks stay
 /// [quantized](MeshVarBuilder::quantized_block) and get no gradients, unless the tensor axis would cut a block.
 ///
@@ -196,7 +197,7 @@ impl MoE {
         routed: &RouterOutput,
         (kept, counts): (&[u32], Option<Vec<Vec<usize>>>),
     ) -> Result<DTensor> {
-        let inputs: SmallVec<[&DTensor; 5]> =
+        let inputs: SmallVec<[&DTensor; 8]> =
             [x, &routed.weights].into_iter().chain(self.experts.tensors()).collect();
         let mesh = x.mesh();
         let attributes = [self.axes.experts, self.axes.tensor].map(|axis| axis.map_or(0, |axis| axis + 1));

@@ -13,7 +13,7 @@ mod quantized;
 mod router;
 mod shared;
 
-pub use config::{ExpertGroups, MoEConfig, Scores};
+pub use config::{ExpertGate, ExpertGroups, MoEConfig, Scores};
 pub use layer::{MoE, MoEOutput};
 pub use load::Load;
 

@@ -2,6 +2,8 @@
 use super::OP;
 use super::config::{MoEAxes, MoEConfig};
 use crate::kernels::{self, QuantizedMatrix};
+use crate::layout::Sizes;
+use crate::nn::place::AxisCut;
 use crate::nn::{MeshVarBuilder, Width};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -17,6 +19,8 @@ pub(super) struct QuantizedExperts {
     /// Gate, up and down of each expert; `None` if no column of the hidden dim is here.
     own: Arc<[Option<[QuantizedMatrix; 3]>]>,
     hidden: usize,
+    /// How the tensor axis cuts the hidden dim, which is between blocks.
+    cut: Option<(usize, Sizes)>,
 }
 
 impl QuantizedExperts {
@@ -48,15 +52,16 @@ impl QuantizedExperts {
                 format!("quantized experts in {dtype}: expected f32, bf16 or f16, or read floats"),
             );
         }
-        let columns = match axes.tensor.filter(|_| ranks > 1) {
+        let cut = match axes.tensor.filter(|_| ranks > 1) {
             Some(axis) => {
                 let width = Width::new(hidden / block, block);
-                let cut = axes.tensor_cut(0, width, vb)?.and_then(|cut| cut.sizes);
-                let sizes = cut.map_or_else(|| width.cut(ranks).to_vec(), |sizes| sizes.to_vec());
-                range(&sizes, mesh.coordinate()[axis])
+                let planned = axes.tensor_cut(0, width, vb)?.and_then(|cut| cut.sizes);
+                Some((axis, planned.unwrap_or_else(|| width.cut(ranks).to_vec().into())))
             }
-            None => 0..hidden,
+            None => None,
         };
+        let of_rank = |(axis, sizes): &(usize, Sizes)| range(sizes, mesh.coordinate()[*axis]);
+        let columns = cut.as_ref().map_or(0..hidden, of_rank);
         let mine = range(&axes.sizes, axes.experts.map_or(0, |axis| mesh.coordinate()[axis]));
         let read = |expert: usize| -> Result<Option<[QuantizedMatrix; 3]>> {
             if columns.is_empty() {
@@ -77,7 +82,18 @@ impl QuantizedExperts {
             Ok(Some([gate, up, part(2, [all, rows])?]))
         };
         let own = mine.map(read).collect::<Result<_>>()?;
-        Ok(Some(Self { own, hidden: columns.len() }))
+        Ok(Some(Self { own, hidden: columns.len(), cut }))
+    }
+
+    /// Returns how dim `dim` of a tensor is cut as the hidden dim is.
+    pub(super) fn hidden_cut(&self, dim: usize) -> Option<AxisCut> {
+        let (axis, sizes) = self.cut.clone()?;
+        Some(AxisCut { axis, dim, sizes: Some(sizes) })
+    }
+
+    /// Returns whether there is nothing to multiply: no row, or no column of the hidden dim. Then the results are zeros.
+    pub(super) fn is_idle(&self, x: &Tensor) -> Result<bool> {
+        Ok(x.dim(0)? == 0 || self.hidden == 0)
     }
 
     /// Returns how many experts are here.
@@ -85,24 +101,32 @@ impl QuantizedExperts {
         self.own.len()
     }
 
-    /// Returns the results `[n, width]` for rows `x` `[n, width]` that are sorted by expert, `counts` for each.
-    pub(super) fn compute(&self, x: &Tensor, counts: &[usize]) -> Result<Tensor> {
-        if x.dim(0)? == 0 {
-            return Ok(x.clone());
-        }
-        // Without columns the results are zeros, and the input still takes part in the backward pass. candle would leave it
-        // out behind `affine` with a factor of zero.
-        if self.hidden == 0 {
-            return Ok(x.mul(&x.zeros_like()?)?);
-        }
+    /// Returns the results `[n, width]` for rows `x` `[n, width]` that are sorted by expert, `counts` for each, where there is [something to
+    /// multiply](Self::is_idle). `gated` makes the hidden
+    /// values of all rows of what gate and up make of them.
+    pub(super) fn results(
+        &self,
+        x: &Tensor,
+        counts: &[usize],
+        gated: &dyn Fn([Tensor; 2]) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let both = self.products(x, counts, |[gate, up, _]| vec![gate, up])?;
+        let [gate, up] = [0, self.hidden].map(|first| both.narrow(1, first, self.hidden));
+        self.products(&gated([gate?, up?])?, counts, |[_, _, down]| vec![down])
+    }
+
+    /// Returns the products of each expert's rows with some of its matrices, one beside another.
+    fn products(
+        &self,
+        x: &Tensor,
+        counts: &[usize],
+        of: impl Fn(&[QuantizedMatrix; 3]) -> Vec<&QuantizedMatrix>,
+    ) -> Result<Tensor> {
         let (mut made, mut start) = (Vec::new(), 0);
         for (expert, &count) in self.own.iter().zip(counts).filter(|(_, count)| **count > 0) {
-            let Some([gate, up, down]) = expert else { continue };
-            let x = x.narrow(0, start, count)?;
+            let Some(matrices) = expert else { continue };
+            made.push(kernels::quantized_linear(&x.narrow(0, start, count)?, &of(matrices))?);
             start += count;
-            let both = kernels::quantized_linear(&x, &[gate, up])?;
-            let [gate, up] = [0, self.hidden].map(|first| both.narrow(1, first, self.hidden));
-            made.push(kernels::quantized_linear(&kernels::silu_gate(&gate?, &up?)?, &[down])?);
         }
         Ok(Tensor::cat(&made, 0)?)
     }

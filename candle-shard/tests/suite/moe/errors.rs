@@ -1,7 +1,7 @@
 //! Wrong options and wrong data: one identical error on all ranks.
 use super::harness::{Routing, TRAIN, build, config, truth};
 use candle_core::{DType, Device, Tensor};
-use candle_shard::nn::{ExpertGroups, MeshVarBuilder, MoE, MoEConfig};
+use candle_shard::nn::{ExpertGate, ExpertGroups, MeshVarBuilder, MoE, MoEConfig};
 use candle_shard::parallel::Plan;
 use candle_shard::{Replicate, Result, Shard};
 use test_utils::on_ranks;
@@ -24,6 +24,10 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
         (config(4, 1).groups(groups(2, 3)), &["3 of 2 groups"]),
         (config(4, 1).groups(ExpertGroups { count: 2, chosen: 1, best: 0 }), &["best 0 scores"]),
         (config(4, 1).normalize_epsilon(f64::INFINITY), &["normalize_epsilon inf"]),
+        (
+            config(4, 1).expert_gate(ExpertGate::Clamped { alpha: 1.7, limit: 0.0 }),
+            &["alpha 1.7 and limit 0", "expected positive numbers"],
+        ),
         (config(4, 1).shared_gate(true), &["shared_gate", "give shared_hidden"]),
         (config(4, 1).capacity_factor(0.0), &["capacity_factor 0"]),
         (config(4, 1).z_weight(f64::NAN), &["z_weight NaN"]),

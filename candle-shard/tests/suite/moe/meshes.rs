@@ -17,7 +17,7 @@ fn data_expert_and_tensor_axes_equal_one_device() {
         on_ranks(dp * ep * tp, "axes", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("dp", dp), ("ep", ep), ("tp", tp)])?;
             let full = config(5, 2).tensor_axis("tp").shared_hidden(3).balance_weight(0.2).z_weight(0.1);
-            let gated = full.clone().shared_gate(true).logit_bias(true);
+            let gated = full.clone().shared_gate(true).logit_bias(true).expert_bias(true);
             for config in [full.clone(), gated, full.capacity_factor(0.6)] {
                 let truth = truth(&config, &[3, 4, 6], Routing::Random, DType::F64)?;
                 for at in [
@@ -66,7 +66,7 @@ fn fully_sharded_experts_equal_one_device() {
     for (axes, sizes) in cases {
         on_ranks(axes[0].1 * axes[1].1, "fsdp", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&axes)?;
-            let config = config(5, 2).shared_hidden(3).shared_gate(true).logit_bias(true);
+            let config = config(5, 2).shared_hidden(3).shared_gate(true).logit_bias(true).expert_bias(true);
             let config = config.expert_sizes(sizes.clone());
             let truth = truth(&config, &[7, 6], Routing::Random, DType::F64)?;
             let vb = MeshVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F64, &test_utils::device())?;
@@ -191,7 +191,7 @@ fn a_step_with_clipping_equals_one_device() {
 fn sixteen_bit_experts_are_close_to_one_device() {
     on_ranks(3, "bf16", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("ep", 3)])?;
-        let config = config(5, 2).bias(true).shared_hidden(4).shared_gate(true);
+        let config = config(5, 2).bias(true).shared_hidden(4).shared_gate(true).expert_bias(true);
         let whole = truth(&config, &[8, 6], Routing::OneSided, DType::F32)?;
         let vb = MeshVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::BF16, &test_utils::device())?;
         let layer = MoE::new(config, &vb)?;

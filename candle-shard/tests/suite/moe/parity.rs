@@ -1,9 +1,12 @@
 //! Values and gradients against a dense loop over experts on one device.
 use super::harness::{Routing, allowed, biased_truth, build, config, errors, errors_of, tokens, truth};
 use candle_core::{DType, Tensor};
-use candle_shard::nn::{ExpertGroups, MoEConfig, Scores};
+use candle_shard::nn::{ExpertGate, ExpertGroups, MoEConfig, Scores};
 use candle_shard::{Replicate, Result, Shard};
 use test_utils::on_ranks;
+
+/// Limits that some values exceed.
+const CLAMPED: ExpertGate = ExpertGate::Clamped { alpha: 1.702, limit: 0.3 };
 
 /// Runs a layer on 1 to 5 ranks with tokens in shards of dims 0 and 1, and replicated.
 fn check(label: &'static str, config: &MoEConfig, shape: [usize; 3], routing: Routing, dtype: DType) {
@@ -45,6 +48,7 @@ fn every_router_equals_one_device() {
         softmax.clone().logit_bias(true).normalize(true).z_weight(0.1),
         softmax.clone().scores(Scores::Sigmoid).normalize(true).normalize_epsilon(0.5).scale(1.8),
         softmax.clone().shared_hidden(4).shared_gate(true),
+        softmax.clone().normalize(true).logit_bias(true).expert_bias(true).expert_gate(CLAMPED),
         softmax.clone().capacity_factor(0.7),
         softmax.capacity_factor(0.5).normalize(true).balance_weight(0.1),
     ];

@@ -3,7 +3,7 @@ use crate::common::*;
 use crate::gguf::save;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
-use candle_shard::nn::{MeshVarBuilder, MoE, MoEConfig, Mode};
+use candle_shard::nn::{ExpertGate, MeshVarBuilder, MoE, MoEConfig, Mode};
 use candle_shard::parallel::{Plan, Shares};
 use candle_shard::{DTensor, Replicate, Result, Shard, Weights};
 use std::path::{Path, PathBuf};
@@ -24,6 +24,9 @@ fn write(path: &Path, dtype: GgmlDType) {
         ("experts.gate_proj", made(&[EXPERTS, HIDDEN, WIDTH], 2, dtype)),
         ("experts.up_proj", made(&[EXPERTS, HIDDEN, WIDTH], 3, dtype)),
         ("experts.down_proj", made(&[EXPERTS, WIDTH, HIDDEN], 4, dtype)),
+        ("experts.gate_proj_bias", made(&[EXPERTS, HIDDEN], 6, GgmlDType::F32)),
+        ("experts.up_proj_bias", made(&[EXPERTS, HIDDEN], 7, GgmlDType::F32)),
+        ("experts.down_proj_bias", made(&[EXPERTS, WIDTH], 8, GgmlDType::F32)),
     ];
     save(path, &[], &tensors.each_ref().map(|(name, tensor)| (*name, tensor)));
 }
@@ -37,7 +40,7 @@ fn run(
     [ep, tp]: [usize; 2],
     is_cut: bool,
     shares: Option<Shares>,
-    as_floats: bool,
+    (as_floats, is_biased): (bool, bool),
 ) -> Result<Made> {
     let mesh = ctx.mesh(&[("ep", ep), ("tp", tp)])?;
     let plan = Plan::new("tp").with_shares(shares);
@@ -45,6 +48,10 @@ fn run(
     let vb = if as_floats { vb.dequantized() } else { vb };
     let config =
         MoEConfig::new(WIDTH, HIDDEN, EXPERTS, 2).normalize(true).expert_axis("ep").tensor_axis("tp");
+    let config = match is_biased {
+        true => config.expert_bias(true).expert_gate(ExpertGate::Clamped { alpha: 1.702, limit: 2.0 }),
+        false => config,
+    };
     let layer = MoE::new(config, &vb)?;
     let placements = if is_cut { [Shard(0), Replicate] } else { [Replicate; 2] };
     let (x, var) = DTensor::distribute(&values(&[7, WIDTH], 5, DType::F32), &mesh, &placements)?.to_var()?;
@@ -65,10 +72,16 @@ fn run(
     ))
 }
 
-fn on(path: &Path, mesh: [usize; 2], is_cut: bool, shares: Option<&str>, as_floats: bool) -> Vec<Made> {
+fn on(
+    path: &Path,
+    mesh: [usize; 2],
+    is_cut: bool,
+    shares: Option<&str>,
+    (as_floats, is_biased): (bool, bool),
+) -> Vec<Made> {
     let (path, shares): (PathBuf, _) = (path.into(), shares.map(|shares| shares.parse::<Shares>().unwrap()));
     on_ranks(mesh.iter().product(), "quantized experts", move |ctx| {
-        run(&path, ctx, mesh, is_cut, shares.clone(), as_floats)
+        run(&path, ctx, mesh, is_cut, shares.clone(), (as_floats, is_biased))
     })
     .into_iter()
     .collect()
@@ -84,11 +97,13 @@ fn assert_near(got: &[f32], want: &[f32], relative: f32, what: &str) {
 #[test]
 fn quantized_experts_compute_what_one_device_does_and_nearly_what_floats_do() {
     let folder = Scratch::new("quantized-experts");
-    for dtype in [GgmlDType::Q8_0, GgmlDType::Q4_1] {
+    let cases =
+        [GgmlDType::Q8_0, GgmlDType::Q4_1].into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]);
+    for (dtype, is_biased) in cases {
         let path = folder.path(format!("{dtype:?}.gguf"));
         write(&path, dtype);
-        let one = on(&path, [1, 1], false, None, false).remove(0);
-        let floats = on(&path, [1, 1], false, None, true).remove(0);
+        let one = on(&path, [1, 1], false, None, (false, is_biased)).remove(0);
+        let floats = on(&path, [1, 1], false, None, (true, is_biased)).remove(0);
         assert_eq!(floats.3, 0);
         for (got, want) in [(&one.0, &floats.0), (&one.1, &floats.1), (&one.2, &floats.2)] {
             assert_near(got, want, 0.05, &format!("{dtype:?} against floats"));
@@ -106,8 +121,10 @@ fn quantized_experts_compute_what_one_device_does_and_nearly_what_floats_do() {
         ];
         for (mesh, shares) in meshes {
             for is_cut in [true, false] {
-                let what = format!("{dtype:?} on {mesh:?} in shares {shares:?}, tokens cut: {is_cut}");
-                let ranks = on(&path, mesh, is_cut, shares, false);
+                let what = format!(
+                    "{dtype:?} on {mesh:?} in shares {shares:?}, tokens cut: {is_cut}, biased: {is_biased}"
+                );
+                let ranks = on(&path, mesh, is_cut, shares, (false, is_biased));
                 for (output, input, router, _) in &ranks {
                     assert_near(output, &one.0, 1e-5, &what);
                     assert_near(input, &one.1, 1e-4, &what);

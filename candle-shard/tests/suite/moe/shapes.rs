@@ -1,10 +1,13 @@
 //! Random options, shapes and meshes against one device.
 use super::harness::{Routing, errors, tokens, truth};
 use candle_core::DType;
-use candle_shard::nn::{ExpertGroups, MoEConfig, Scores};
+use candle_shard::nn::{ExpertGate, ExpertGroups, MoEConfig, Scores};
 use candle_shard::{Replicate, Result, Shard};
 use proptest::prelude::*;
 use test_utils::on_ranks;
+
+/// Limits that some values exceed.
+const CLAMPED: ExpertGate = ExpertGate::Clamped { alpha: 1.702, limit: 0.3 };
 
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(40) })]
@@ -32,6 +35,8 @@ proptest! {
             .shared_hidden(shared)
             .shared_gate(shared > 0 && seed % 2 == 0)
             .logit_bias(seed % 3 == 0)
+            .expert_bias(seed % 5 < 3)
+            .expert_gate(if seed % 7 < 4 { ExpertGate::Silu } else { CLAMPED })
             .capacity_factor(capacity)
             .balance_weight(0.1)
             .z_weight(0.05)

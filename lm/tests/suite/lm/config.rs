@@ -35,7 +35,7 @@ fn models_of_other_kinds_and_fields_that_nobody_reads_are_refused_by_name() {
     let [new, old] = &facts.models[0].configs;
     let cases = [
         (json!({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}), "model_type \"mamba\""),
-        (json!({"model_type": "qwen2_moe"}), "model_type \"qwen2_moe\""),
+        (json!({"model_type": "qwen2_audio"}), "model_type \"qwen2_audio\""),
         (json!({"model_type": "qwen3"}), "architectures [\"LlamaForCausalLM\"]"),
         (json!({"model_type": null}), "no model_type"),
         (json!({"architectures": ["LlamaForSequenceClassification"]}), "LlamaForSequenceClassification"),

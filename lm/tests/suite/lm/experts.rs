@@ -73,7 +73,7 @@ const MESHES: [[usize; 2]; 7] = [[1, 1], [2, 1], [3, 1], [2, 2], [1, 3], [2, 3],
 #[test]
 fn distributed_experts_compute_the_logits_of_transformers() {
     let (prompt, models) = mixtures();
-    assert!(models.len() >= 7);
+    assert!(models.len() >= 9);
     for Family { case, config, logits: want, .. } in models {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &config);
@@ -326,6 +326,7 @@ fn fields_and_tensors_of_mixtures_that_are_not_understood_are_refused_by_name() 
         (&glm, "mlp_layer_types", json!(["dense"]), "mlp_layer_types is [\"dense\"]"),
         (&glm, "scoring_func", json!("softmax"), "scoring_func is \"softmax\""),
         (&glm, "shared_expert_intermediate_size", json!(8), "shared_expert_intermediate_size (8)"),
+        (&config("olmoe"), "clip_qkv", json!(8.0), "clip_qkv is 8.0"),
         (&minimax, "attn_type_list", json!([1, 0]), "attn_type_list is [1,0]"),
         (&minimax, "shared_intermediate_size", json!(8), "shared_intermediate_size is 8"),
         (&minimax, "use_qk_norm", json!(false), "use_qk_norm is false"),

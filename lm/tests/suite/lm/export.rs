@@ -85,6 +85,8 @@ fn exported_files_compute_what_their_folders_compute() {
         "gemma",
         "stablelm",
         "stablelm with one norm",
+        "qwen2 moe",
+        "olmoe",
     ];
     let mut done = Vec::new();
     for mut model in models {

@@ -19,7 +19,7 @@ use crate::lm::families::{Families, Family, families, greedy, logits, stored};
 use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
-const MODULES: [(&str, &str); 38] = [
+const MODULES: [(&str, &str); 39] = [
     ("token_embd", "model.embed_tokens"),
     ("output_norm", "model.norm"),
     ("output", "lm_head"),
@@ -49,6 +49,10 @@ const MODULES: [(&str, &str); 38] = [
     ("ffn_gate_shexp", "mlp.shared_experts.gate_proj"),
     ("ffn_up_shexp", "mlp.shared_experts.up_proj"),
     ("ffn_down_shexp", "mlp.shared_experts.down_proj"),
+    ("ffn_gate_shexp", "mlp.shared_expert.gate_proj"),
+    ("ffn_up_shexp", "mlp.shared_expert.up_proj"),
+    ("ffn_down_shexp", "mlp.shared_expert.down_proj"),
+    ("ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
     ("ffn_gate_exps", "mlp.experts.gate_proj"),
     ("ffn_up_exps", "mlp.experts.up_proj"),
     ("ffn_down_exps", "mlp.experts.down_proj"),
@@ -126,6 +130,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
     let kind = match model_type {
         "mistral" | "mixtral" => "llama",
         "gemma3_text" => "gemma3",
+        "qwen2_moe" => "qwen2moe",
         "qwen3_moe" => "qwen3moe",
         "glm4_moe" => "glm4moe",
         "minimax_m2" => "minimax-m2",
@@ -151,6 +156,8 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         let tensor = match &name {
             name if config.parts.norms_add_one && name.ends_with("norm.weight") => (tensor + 1.0).unwrap(),
             name if name.contains("conv.conv") => tensor.squeeze(1).unwrap(),
+            // A converter leaves out dims of 1.
+            name if name.contains("shared_expert_gate") => tensor.flatten_all().unwrap(),
             name if is_permuted && name.contains("q_proj") => permuted(&tensor, heads.query),
             name if is_permuted && name.contains("k_proj") => permuted(&tensor, heads.key_value),
             _ => tensor,
@@ -226,6 +233,10 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
             metadata.push(("expert_weights_norm", Stored::Bool(experts.normalize)));
             metadata.push(("expert_group_count", size("n_group")));
             metadata.push(("expert_group_used_count", size("topk_group")));
+        }
+        if kind == "qwen2moe" {
+            metadata.push(("expert_feed_forward_length", Stored::U32(experts.hidden as u32)));
+            metadata.push(("expert_shared_feed_forward_length", Stored::U32(experts.shared as u32)));
         }
         if kind == "qwen3moe" {
             metadata.push(("expert_feed_forward_length", Stored::U32(experts.hidden as u32)));
