@@ -19,7 +19,7 @@ use crate::lm::families::{Families, Family, families, greedy, logits, stored};
 use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
-const MODULES: [(&str, &str); 39] = [
+const MODULES: [(&str, &str); 42] = [
     ("token_embd", "model.embed_tokens"),
     ("output_norm", "model.norm"),
     ("output", "lm_head"),
