@@ -9,9 +9,12 @@ use candle_shard::Weights;
 
 use crate::config::Config;
 
-/// How many heads the rows of a module have, if it is one of queries or keys.
+/// How many heads the rows of a module have, if it is one of queries or keys whose pairs are moved.
 fn heads(config: &Config, path: &str) -> Option<usize> {
     let heads = config.heads();
+    if config.parts.latent.is_some() {
+        return None;
+    }
     match path.rsplit('.').next()? {
         "q_proj" => Some(heads.query),
         "k_proj" => Some(heads.key_value),

@@ -1,6 +1,6 @@
 //! How the metadata and tensors of a GGUF file describe latent attention.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_shard::Weights;
 use serde_json::{Map, Value, json};
 
@@ -60,6 +60,9 @@ pub(super) fn fields(metadata: &Metadata, fields: &mut Map<String, Value>) -> Re
     fields.remove("num_key_value_heads");
     let count = |fields: &Map<String, Value>, name: &str| fields.get(name).and_then(Value::as_u64);
     let layers = count(fields, "num_hidden_layers");
+    // The layers that predict further tokens are counted with the others.
+    let drafts = count(fields, "num_nextn_predict_layers").unwrap_or(0);
+    fields.insert("num_hidden_layers".into(), json!(layers.map(|layers| layers.saturating_sub(drafts))));
     let zero = |value: &Value| value.as_f64() == Some(0.0);
     match fields.remove("num_local_experts").filter(|count| !zero(count)) {
         Some(count) => {
@@ -90,7 +93,7 @@ pub(super) fn fields(metadata: &Metadata, fields: &mut Map<String, Value>) -> Re
             fields.insert("topk_method".into(), json!(method));
         }
         Some(other) => {
-            anyhow::bail!("{KIND}.expert_gating_func is {other}, and only 1 and 2 are supported")
+            bail!("{KIND}.expert_gating_func is {other}, and only 1 and 2 are supported")
         }
     }
     Ok(())

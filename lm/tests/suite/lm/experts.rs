@@ -27,7 +27,10 @@ use crate::lm::families::{Families, Family, families, write};
 /// The small models with experts.
 fn mixtures() -> (Vec<u32>, Vec<Family>) {
     let Families { prompt, models } = families();
-    let is_mixture = |model: &Family| model.config.get("num_experts_per_tok").is_some();
+    let is_mixture = |model: &Family| {
+        let config = Config::parse(&model.config.to_string()).unwrap();
+        (0..config.num_hidden_layers).any(|layer| config.parts.experts(layer).is_some())
+    };
     (prompt, models.into_iter().filter(is_mixture).collect())
 }
 

@@ -17,6 +17,7 @@ mod front;
 pub(crate) mod gguf;
 pub(crate) mod hub;
 mod info;
+mod latents;
 mod proofs;
 mod quantized;
 mod ropes;

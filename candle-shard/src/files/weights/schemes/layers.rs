@@ -112,7 +112,7 @@ impl Weights {
         match self.tensors.insert(format!("{module}.weight"), stored) {
             None => Ok(()),
             Some(_) => {
-                Err(Error::file(&self.source, format!("has {module:?} both quantized and as a weight")))
+                Err(Error::file(&self.source, format!("has {module:?} both in parts and as a weight")))
             }
         }
     }
