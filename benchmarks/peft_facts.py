@@ -31,18 +31,20 @@ FOLDER = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "lm
 PREFIX = "base_model.model."
 SHARE = dict(r=4, lora_alpha=8, lora_dropout=0.0, task_type="CAUSAL_LM")
 ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
-MODELS = {**lm_facts.CASES, **lm_facts.MIXTURES}
+# The models whose linear layers are adapted. Those of DENSE have modules or rows that the others do not have.
+PLAIN_MODELS = [*lm_facts.CASES, *lm_facts.MIXTURES, "hunyuan", "ernie", "glm4", "ministral3", "cohere2", "nemotron"]
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LINEARS = ATTENTION + ["gate_proj", "up_proj", "down_proj"]
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 STACKED = ["experts.gate_up_proj", "experts.down_proj"]
 
-# gemma2 has large scores: with more of the adapter, its gradients depend on the order of sums.
-SHARES = {"gemma2": dict(lora_alpha=2)}
+# gemma2 has large scores and nemotron large squares: with more of the adapter, their gradients depend on the order of sums.
+SHARES = {"gemma2": dict(lora_alpha=2), "nemotron": dict(lora_alpha=1)}
 # The name of a case, the model, fields of its config that are others, and options of LoraConfig.
-FAMILIES = [(case, case, {}, dict(target_modules=LINEARS, **SHARES.get(case, {}))) for case in MODELS] + [
+FAMILIES = [(case, case, {}, dict(target_modules=LINEARS, **SHARES.get(case, {}))) for case in PLAIN_MODELS] + [
     ("phi3, fused", "phi3", {}, dict(target_modules=FUSED)),
+    ("glm, fused", "glm", {}, dict(target_modules=FUSED)),
     ("mixtral, experts", "mixtral", {}, dict(target_modules=ATTENTION + ["w1", "w2", "w3"])),
     ("mixtral, stacked experts alone", "mixtral", {}, dict(target_modules=[], target_parameters=STACKED)),
     ("mixtral, all-linear", "mixtral", {}, dict(target_modules="all-linear")),
@@ -168,7 +170,7 @@ def after(model, parameters, start, grads, bound):
 
 
 def fact(case, name, fields, options):
-    family, own = MODELS[name]
+    family, own = lm_facts.MODELS[name]
     model = adapted(lm_facts.model_of(name, family, {**own, **fields})[2], options).train()
     parameters = trained(model)
     loss, logits = loss_of(model, torch.tensor(BATCH))
