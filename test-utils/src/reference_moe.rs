@@ -156,8 +156,7 @@ impl MoeLayer {
                 [&self.experts[0], &self.experts[1], &self.experts[2]].map(|w| w.get(expert));
             let biases = self.biases.as_ref().map(|biases| biases.each_ref().map(|bias| bias.get(expert)));
             let with = |made: Tensor, which: usize| match &biases {
-                Some(biases) => made
-                    .broadcast_add(biases[which].as_ref().map_err(|error| candle_core::Error::msg(error))?),
+                Some(biases) => made.broadcast_add(biases[which].as_ref().map_err(candle_core::Error::msg)?),
                 None => Ok(made),
             };
             let (gate, up) = (with(flat.matmul(&gate?.t()?)?, 0)?, with(flat.matmul(&up?.t()?)?, 1)?);

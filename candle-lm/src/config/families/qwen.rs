@@ -39,7 +39,8 @@ pub(super) static FAMILIES: [Family; 4] = [
             let window = if uses { fields.window("sliding_window", Some(4096))? } else { None };
             let most = fields.optional_size("max_window_layers", 1 << 20)?.unwrap_or(28);
             let types = fields.layer_types(layers)?;
-            let is_sliding = |i: usize| types.as_ref().map_or(i % 2 == 0 && i < most, |types| types[i]);
+            let is_sliding =
+                |i: usize| types.as_ref().map_or(i.is_multiple_of(2) && i < most, |types| types[i]);
             if types.is_some() && window.is_none() {
                 full(fields)?;
             }
