@@ -305,6 +305,24 @@ MIXTURES |= {
     ),
 }
 
+# Mixtures of layers with states.
+MIXTURES |= {
+    "qwen3 next mixture": (
+        "Qwen3Next",
+        dict(
+            DELTA, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=12,
+            rope_parameters=dict(FRESH, partial_rotary_factor=0.5),
+        ),
+    ),
+    "qwen3.5 moe": (
+        "Qwen3_5Moe",
+        dict(
+            DELTA, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=20,
+            rope_parameters=dict(FRESH, partial_rotary_factor=0.25, mrope_section=[1, 1, 0], mrope_interleaved=True),
+        ),
+    ),
+}
+
 MODELS = {**CASES, **MIXTURES, **DENSE}
 
 ROPES_PATH = PATH.with_name("ropes.json")
@@ -361,7 +379,7 @@ ROPES = {
 
 
 def built(family, fields):
-    kind = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text"}.get(family, family)
+    kind = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}.get(family, family)
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **fields})
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import llama_facts
-from lm_facts import DELTA, DENSE, PROMPT, ROPE, SIZES, WINDOWS, greedy_without_cache
+from lm_facts import DELTA, DENSE, MIXTURES, PROMPT, ROPE, SIZES, WINDOWS, greedy_without_cache
 
 PATH = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "lm" / "wrappers.json"
 IMAGES = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8)
@@ -59,6 +59,11 @@ CASES = {
 }
 CASES |= {
     "qwen3.5": ("Qwen3_5", dict(vision_config=dict(QWEN, num_position_embeddings=16), tie_word_embeddings=True, **TOKENS), DELTA),
+    "qwen3.5 moe": (
+        "Qwen3_5Moe",
+        dict(vision_config=dict(QWEN, num_position_embeddings=16), tie_word_embeddings=False, **TOKENS),
+        MIXTURES["qwen3.5 moe"][1],
+    ),
 }
 
 CASES["mistral3 around ministral3"] = (

@@ -217,6 +217,14 @@ impl Experts {
         Self::qwen(fields, layers, ([128, 8], 768))
     }
 
+    /// Those of Qwen 3 Next and Qwen 3.5, whose weights are normalized, beside a network for all tokens that has a gate.
+    pub(super) fn qwen3_next(fields: &Fields, layers: usize) -> Result<Self> {
+        let shared = fields.optional_size("shared_expert_intermediate_size", super::MOST)?.unwrap_or(512);
+        let normalize = fields.switch_or("norm_topk_prob", true)?;
+        let counts = if fields.has("norm_topk_prob") { [512, 10] } else { [256, 8] };
+        Ok(Self { shared, shared_gate: true, normalize, ..Self::qwen(fields, layers, (counts, 512))? })
+    }
+
     /// Those of Qwen, in some of the `layers` layers; without fields their numbers and width are `absent`.
     fn qwen(fields: &Fields, layers: usize, absent: ([usize; 2], usize)) -> Result<Self> {
         let hidden = fields.optional_size("moe_intermediate_size", super::MOST)?.unwrap_or(absent.1);

@@ -185,9 +185,15 @@ impl Config {
             Some(widths) => Some(widths.own + widths.rotary),
             None => fields.optional_size("head_dim", MOST)?.or(absent.head_dim),
         };
+        // Mixtures without other layers may leave out the width of these.
+        let experts = (0..num_hidden_layers).map(|layer| parts.experts(layer)).collect::<Option<Vec<_>>>();
+        let intermediate_size = match experts.as_deref() {
+            Some([experts, ..]) => fields.optional_size("intermediate_size", MOST)?.unwrap_or(experts.hidden),
+            _ => fields.size("intermediate_size", MOST)?,
+        };
         let config = Self {
             hidden_size: fields.size("hidden_size", MOST)?,
-            intermediate_size: fields.size("intermediate_size", MOST)?,
+            intermediate_size,
             num_hidden_layers,
             num_attention_heads: fields.size("num_attention_heads", MOST)?,
             num_key_value_heads: fields.optional_size("num_key_value_heads", MOST)?,

@@ -13,7 +13,7 @@ struct Wrapper {
     family: Option<&'static str>,
 }
 
-const WRAPPERS: [Wrapper; 6] = [
+const WRAPPERS: [Wrapper; 7] = [
     Wrapper {
         model_type: "gemma3",
         architecture: "Gemma3ForConditionalGeneration",
@@ -39,6 +39,11 @@ const WRAPPERS: [Wrapper; 6] = [
         model_type: "qwen3_5",
         architecture: "Qwen3_5ForConditionalGeneration",
         family: Some("qwen3_5_text"),
+    },
+    Wrapper {
+        model_type: "qwen3_5_moe",
+        architecture: "Qwen3_5MoeForConditionalGeneration",
+        family: Some("qwen3_5_moe_text"),
     },
 ];
 

@@ -127,9 +127,7 @@ impl Job {
 
     /// How far the training is when so many steps are made.
     pub fn state(&self, step: usize, progress: LoopState) -> TrainState {
-        let valid = self.valid.as_ref().map(|(text, _)| text.stamp());
-        let (text, base, recipe) = (self.text.stamp(), self.base, self.recipe.clone());
-        TrainState { step, text, valid, base, recipe, progress }
+        TrainState { step, text: self.text.stamp(), base: self.base, recipe: self.recipe.clone(), progress }
     }
 }
 
@@ -227,17 +225,6 @@ fn check_length(recipe: &Recipe, files: &Files) -> InputResult {
         "--seq-len {length} is more than the {longest} tokens that the model takes: give less."
     );
     Ok(())
-}
-
-/// Forgets the least loss of another text of `--valid` than the one of the training that goes on; returns a sentence for the user.
-pub fn begin_valid(valid: Option<&TrainingData>, state: &mut TrainState) -> Option<String> {
-    let is_other = valid?.stamp() != state.valid?;
-    let forgotten = state.progress.best.take_if(|_| is_other)?;
-    state.progress.validations_since_best = 0;
-    Some(format!(
-        "--valid is another text than before: the least loss {:.4} after {} steps, which was that of the other text, does not count",
-        forgotten.loss, forgotten.steps
-    ))
 }
 
 /// Checks that a training goes on with the text of its checkpoint.

@@ -3,6 +3,7 @@
 use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 
+use super::corpus::Stamp;
 use super::scaler::GradScaler;
 
 /// The loop of a training between two steps. A checkpoint that was made without it begins anew.
@@ -17,6 +18,8 @@ pub struct LoopState {
     pub skipped_in_a_row: usize,
     /// The least loss of the text of `--valid`.
     pub best: Option<BestLoss>,
+    /// That text.
+    pub valid: Option<Stamp>,
     /// The losses of that text since then, which were no lower.
     pub validations_since_best: usize,
 }
@@ -82,6 +85,14 @@ impl LoopState {
             bail!("training diverged: {what}{before}; {advice}");
         }
         Ok(())
+    }
+
+    /// Begins with this text of `--valid`. If the least loss is that of another text, it does not count, and is returned.
+    pub fn begin_valid(&mut self, text: Stamp) -> Option<BestLoss> {
+        let was = self.valid.replace(text);
+        let forgotten = self.best.take_if(|_| was.is_some_and(|was| was != text))?;
+        self.validations_since_best = 0;
+        Some(forgotten)
     }
 
     /// Learns the loss of the text of `--valid` after so many steps; returns whether it is the least.

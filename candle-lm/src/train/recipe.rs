@@ -130,8 +130,8 @@ impl Recipe {
         }
         if let Some(beta) = self.dpo {
             require!(
-                beta.is_finite() && beta > 0.0,
-                "--dpo {beta} is not a positive finite number: try 0.1."
+                beta > 0.0 && (beta as f32).is_normal(),
+                "--dpo {beta} is not a positive number of 32 bits: try 0.1."
             );
         }
         self.local.map_or(Ok(()), LocalRecipe::check)
@@ -143,9 +143,8 @@ impl Recipe {
     /// A sentence that names what was changed and must not be.
     pub fn check_follows(&self, saved: &Self) -> InputResult {
         let kept = |recipe: &Self| {
-            let Self { batch, seq_len, dtype, seed, dpo, .. } = recipe;
+            let Self { batch, seq_len, dtype, seed, .. } = recipe;
             [
-                ("--dpo", dpo.map_or_else(|| "absence".to_owned(), |beta| beta.to_string())),
                 ("--batch", batch.to_string()),
                 ("--seq-len", seq_len.to_string()),
                 ("--dtype", dtype.to_string()),
@@ -157,6 +156,18 @@ impl Recipe {
                 value == was,
                 "{flag} {value} is not the {was} that --resume goes on from: leave it out."
             );
+        }
+        match (self.dpo, saved.dpo) {
+            (Some(beta), Some(was)) => require!(
+                beta == was,
+                "--dpo {beta} is not the {was} that --resume goes on from: leave it out."
+            ),
+            (Some(beta), None) => require!(
+                false,
+                "--dpo {beta}: --resume goes on from a training without it. Merge its adapter (lm merge), and train another one with --lora \
+                 and --dpo."
+            ),
+            _ => {}
         }
         // Replicas that were together may go apart.
         match (self.local, saved.local) {

@@ -32,9 +32,6 @@ pub struct TrainState {
     pub step: usize,
     /// The text that they were made on.
     pub text: Stamp,
-    /// The text of `--valid`, whose least loss `progress` has.
-    #[serde(default)]
-    pub valid: Option<Stamp>,
     /// The model that the adapter changes, if it is an adapter that is trained.
     #[serde(default)]
     pub base: Option<Stamp>,
@@ -189,7 +186,9 @@ fn open_base(
             ),
         }
     }
-    config.base = Some(path.to_string_lossy().into_owned());
+    // The checkpoint is read from other folders too.
+    let absolute = given.and_then(|given| fs::canonicalize(given).ok());
+    config.base = Some(absolute.as_deref().unwrap_or(path).to_string_lossy().into_owned());
     Ok((files, config))
 }
 
@@ -223,7 +222,13 @@ fn check_readable(folder: &Path, base: Option<&Path>, ignored: &[String]) -> Res
     if folder.join(adapter::CONFIG).is_file() {
         let state = fs::read(folder.join(STATE)).unwrap_or_default();
         if let Ok(state) = serde_json::from_slice::<TrainState>(&state) {
-            open_base(folder, base, ignored, &state, &mut Vec::new())?;
+            let mut notes = Vec::new();
+            let (files, config) = open_base(folder, base, ignored, &state, &mut notes)?;
+            if let Some(note) = notes.first() {
+                let fits = adapter::tensors(adapter::TRAINED, &config, &files)
+                    .and_then(|_| files.with_adapter(adapter::TRAINED, folder));
+                fits.with_context(|| format!("{note}, and the adapter does not fit it"))?;
+            }
         }
     }
     Ok(())

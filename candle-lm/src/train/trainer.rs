@@ -28,6 +28,7 @@ use super::loop_state::{BestLoss, LoopState};
 use super::metrics::UpdateNorm;
 use super::preference;
 use super::valid;
+use crate::adapter::AdapterConfig;
 use crate::agree::agreed;
 use crate::dtype::DTypeName;
 use crate::model::Decoder;
@@ -438,7 +439,8 @@ fn ensure_alike(world: &ProcessGroup, job: &Job) -> Result<()> {
     let mut files = vec![
         (job.text.flag(), serde_json::to_string(&job.text.stamp())?),
         ("the config of --model", format!("{:?}", job.files.config)),
-        ("--lora", format!("{:?}", job.lora)),
+        ("the adapter", format!("{:?}", job.lora.clone().map(|lora| AdapterConfig { base: None, ..lora }))),
+        ("the model that the adapter changes", serde_json::to_string(&job.base)?),
     ];
     files.extend(
         job.valid

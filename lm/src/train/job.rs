@@ -4,12 +4,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Result;
+use candle_lm::adapter::AdapterConfig;
 use candle_lm::files::Files;
 use candle_lm::train::base;
 use candle_lm::train::corpus::Corpus;
-use candle_lm::train::data::{RecordEncoder, TrainingData};
+use candle_lm::train::data::{RecordEncoder, TooLong, TrainingData};
 use candle_lm::train::folder::{self, Damage, Retention};
 use candle_lm::train::job::{self, Job};
+use candle_lm::train::loop_state::BestLoss;
 use candle_lm::train::recipe::Recipe;
 use candle_lm::train::resume::{Checkpoint, Flaw};
 use candle_lm::{adapter, random_model};
@@ -102,18 +104,22 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
         Some(_) => Vec::new(),
         None => job::beside(&folder, &files.config, recipe.dtype)?,
     };
-    if recipe.dpo.is_some() && lora.is_none() {
-        let said = "--dpo trains an adapter, without which the model is the reference: give --lora too.";
-        return Err(UsageError(said.into()).into());
+    if recipe.dpo.is_some() {
+        check_preferences(flags, lora.as_ref())?;
     }
     let (text, valid) = texts(flags, &files, &recipe)?;
     let (mut damaged, mut notes) = (Vec::new(), Vec::new());
     if let Some(resumed) = &mut resumed {
         job::check_text(&text, &resumed.state)?;
         notes.append(&mut resumed.notes);
-        notes.extend(job::begin_valid(valid.as_ref(), &mut resumed.state));
     }
-    let progress = resumed.as_ref().map(|resumed| resumed.state.progress).unwrap_or_default();
+    let mut progress = resumed.as_ref().map(|resumed| resumed.state.progress).unwrap_or_default();
+    let forgotten = valid.as_ref().and_then(|text| progress.begin_valid(text.stamp()));
+    notes.extend(forgotten.map(|BestLoss { steps, loss }| {
+        format!(
+            "--valid is another text than before: the least loss {loss:.4} after {steps} steps, which was that of the other text, does not count"
+        )
+    }));
     let base = lora.is_some().then(|| base::stamp(&files)).transpose()?;
     for Flaw { folder, reason } in resumed.iter().flat_map(|resumed| &resumed.skipped) {
         let moved = flags.save.as_ref().and_then(|save| Damage::within(save, folder));
@@ -169,6 +175,24 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
         ))
     })?;
     Ok(job)
+}
+
+/// Refuses what does not fit preferences.
+fn check_preferences(flags: &TrainArgs, lora: Option<&AdapterConfig>) -> Result<()> {
+    let said = match lora {
+        None => "--dpo trains an adapter, without which the model is the reference: give --lora too.",
+        Some(lora) if !lora.modules_to_save.is_empty() => {
+            "--dpo compares with the model without its adapter, and save= of --lora trains modules of the model itself: leave out save=."
+        }
+        Some(_) if flags.no_packing => {
+            "--no-packing gives each record a sequence, and the two answers of --dpo share one: leave one of them out."
+        }
+        Some(_) if flags.too_long == TooLong::Split => {
+            "--too-long split is for texts, and --dpo learns answers: give cut or skip."
+        }
+        Some(_) => return Ok(()),
+    };
+    Err(UsageError(said.into()).into())
 }
 
 /// Reads what is learned, and what has a validation loss.

@@ -124,6 +124,11 @@ fn described(text: &TrainingData) -> String {
     let tokens = grouped(text.tokens());
     match text {
         TrainingData::Text(_) => format!("{tokens} tokens of text"),
+        TrainingData::Documents(set) if set.has_preferences() => format!(
+            "{} pairs of answers of {tokens} tokens, of which {} are predicted",
+            grouped(set.sequences()),
+            grouped(set.counted())
+        ),
         TrainingData::Documents(set) => format!(
             "{} records of {tokens} tokens, of which {} are predicted, in {} sequences",
             grouped(set.documents()),

@@ -5,14 +5,14 @@ use anyhow::{Result, ensure};
 use super::{Family, FamilyDefaults, PLAIN, biased};
 use crate::config::experts::Experts;
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
-use crate::config::fields::Fields;
 use crate::config::fields::Plain::{Text, True};
+use crate::config::fields::{Fields, joined};
 use crate::config::mixers::{DeltaHeads, MixerKind};
 use crate::config::parts::{Parts, QkNorm};
 use crate::config::{MOST, MOST_LAYERS};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 2] = [
+pub(super) static FAMILIES: [Family; 3] = [
     Family {
         model_type: "qwen3_5_text",
         architecture: "Qwen3_5ForCausalLM",
@@ -21,17 +21,21 @@ pub(super) static FAMILIES: [Family; 2] = [
         parts: |fields, layers| hybrid(fields, layers, false),
     },
     Family {
+        model_type: "qwen3_5_moe_text",
+        architecture: "Qwen3_5MoeForCausalLM",
+        fields: &QWEN3_5_MOE,
+        absent: ABSENT,
+        parts: |fields, layers| {
+            Ok(Parts { experts: mixture(fields, layers)?, ..hybrid(fields, layers, false)? })
+        },
+    },
+    Family {
         model_type: "qwen3_next",
         architecture: "Qwen3NextForCausalLM",
         fields: &QWEN3_NEXT,
         absent: ABSENT,
         parts: |fields, layers| {
-            let experts = Experts::qwen3(fields, layers)?;
-            ensure!(
-                (0..layers).all(|layer| !experts.are_in(layer)),
-                "qwen3_next has experts in layers that mlp_only_layers does not name, beside an expert of all tokens, which is not supported"
-            );
-            hybrid(fields, layers, true)
+            Ok(Parts { experts: mixture(fields, layers)?, ..hybrid(fields, layers, true)? })
         },
     },
 ];
@@ -64,30 +68,26 @@ const HYBRID: [(&str, FieldRule); 16] = [
     ("use_qk_norm", Only(True)),
 ];
 
-const QWEN3_NEXT: [(&str, FieldRule); 25] = {
-    let mut all = [("shared_expert_intermediate_size", Harmless); 25];
-    let mut at = 0;
-    while at < HYBRID.len() {
-        all[at] = HYBRID[at];
-        at += 1;
-    }
-    let experts = [
-        ("decoder_sparse_step", Used),
-        ("mlp_only_layers", Used),
-        ("moe_intermediate_size", Used),
-        ("norm_topk_prob", Used),
-        ("num_experts", Used),
-        ("num_experts_per_tok", Used),
-        ("output_router_logits", Used),
-        ("router_aux_loss_coef", Used),
-    ];
-    let mut next = 0;
-    while next < experts.len() {
-        all[at + next] = experts[next];
-        next += 1;
-    }
-    all
-};
+const QWEN3_5_MOE: [(&str, FieldRule); 22] = joined(HYBRID, MIXTURE);
+
+const QWEN3_NEXT: [(&str, FieldRule); 25] =
+    joined(QWEN3_5_MOE, [("decoder_sparse_step", Used), ("mlp_only_layers", Used), ("norm_topk_prob", Used)]);
+
+/// The fields of mixtures.
+const MIXTURE: [(&str, FieldRule); 6] = [
+    ("moe_intermediate_size", Used),
+    ("num_experts", Used),
+    ("num_experts_per_tok", Used),
+    ("output_router_logits", Used),
+    ("router_aux_loss_coef", Used),
+    ("shared_expert_intermediate_size", Used),
+];
+
+/// The experts, if a layer has some.
+fn mixture(fields: &Fields, layers: usize) -> Result<Option<Experts>> {
+    let experts = Experts::qwen3_next(fields, layers)?;
+    Ok((0..layers).any(|layer| experts.are_in(layer)).then_some(experts))
+}
 
 /// The parts of a model whose layers are named by `layer_types`, or of which every fourth has attention.
 fn hybrid(fields: &Fields, layers: usize, by_key_head: bool) -> Result<Parts> {

@@ -65,6 +65,11 @@ impl DocumentSet {
         self.tokens.len()
     }
 
+    /// Whether each sequence has a better and another answer to a prompt.
+    pub fn has_preferences(&self) -> bool {
+        self.preferences
+    }
+
     /// How many documents there are.
     pub fn documents(&self) -> usize {
         self.starts.len() - 1

@@ -114,7 +114,7 @@ fn documents(
     // Two answers share a sequence.
     let has = whole.iter().map(|document| document.tokens.len()).sum::<usize>();
     let takes = seq_len + whole.len();
-    let made = if has <= takes {
+    let mut made = if has <= takes {
         whole
     } else {
         match (options.too_long, &record) {
@@ -138,12 +138,21 @@ fn documents(
             }
         }
     };
+    if let (true, [chosen, rejected]) = (options.preferences, &mut made[..]) {
+        // What both have in front has one probability, which cancels out.
+        let common = chosen.tokens.iter().zip(&rejected.tokens).take_while(|(a, b)| a == b).count();
+        chosen.counts[..common].fill(false);
+        rejected.counts[..common].fill(false);
+    }
     match made.iter().all(|document| counted(&document.counts) > 0) {
         true => Ok(made),
+        false if options.preferences && has > takes => Err(format!(
+            "an answer has no token of its own to be predicted in the first {} tokens with the prompt, where --too-long cut ends it: raise \
+             --seq-len, or give --too-long skip",
+            seq_len / 2 + 1
+        )),
+        false if options.preferences => Err("an answer has no token of its own to be predicted".into()),
         false if has > takes => Err(format!("none of its first {takes} tokens is to be predicted")),
-        false if made.len() > 1 && options.preferences => {
-            Err("none of the tokens of an answer is to be predicted".into())
-        }
         false => Err("none of its tokens is to be predicted".into()),
     }
 }

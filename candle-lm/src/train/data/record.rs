@@ -81,8 +81,10 @@ fn text(fields: &mut Map<String, Value>, name: &str) -> Result<String, String> {
 
 /// Takes a prompt and two answers out of fields.
 fn preference(fields: &mut Map<String, Value>) -> Result<Record, String> {
-    let is_text = |name: &str| fields.get(name).is_some_and(Value::is_string);
-    let of = if ["prompt", "chosen", "rejected"].into_iter().all(is_text) {
+    if let Some(name) = ["chosen", "rejected"].into_iter().find(|name| !fields.contains_key(*name)) {
+        return Err(format!("it has no {name}"));
+    }
+    let of = if fields.get("chosen").is_some_and(Value::is_string) {
         let prompt = text(fields, "prompt")?;
         [text(fields, "chosen")?, text(fields, "rejected")?]
             .map(|completion| Record::Completion { prompt: prompt.clone(), completion })

@@ -88,7 +88,7 @@ impl ActiveAdapters {
         Ok(Self { adapters: Some(adapters), mode: Mode::Eval })
     }
 
-    /// No adapter: the model itself.
+    /// No adapter: the model itself, with modules that an adapter trains in their place as they are.
     pub fn none() -> Self {
         Self { adapters: Some(Vec::new()), mode: Mode::Eval }
     }

@@ -171,6 +171,11 @@ fn what_is_no_preference_is_refused() {
         ("--data @pairs.jsonl --dpo --lora r=2 --seq-len 31 --valid @text", "is a text"),
         ("--data @pairs.jsonl --dpo --lora r=2 --seq-len 7", "--seq-len 7"),
         ("--dpo --lora r=2", "--data"),
+        ("--data @pairs.jsonl --dpo --lora r=2,save=norm --seq-len 31", "save="),
+        ("--data @pairs.jsonl --dpo --lora r=2 --seq-len 31 --no-packing", "--no-packing"),
+        ("--data @pairs.jsonl --dpo --lora r=2 --seq-len 31 --too-long split", "--too-long split"),
+        ("--data @pairs.jsonl --dpo 1e-46 --lora r=2 --seq-len 31", "--dpo"),
+        ("--data @pairs.jsonl --dpo --lora r=2 --seq-len 7 --too-long cut", "--seq-len"),
     ];
     for (flags, want) in cases {
         let said = refused(flags);
@@ -179,4 +184,7 @@ fn what_is_no_preference_is_refused() {
     place.losses(&format!("{FLAGS} --tp 1 --steps 1 --save @saved"));
     let said = refused("--data @pairs.jsonl --resume @saved --steps 2 --dpo 0.2");
     assert!(said.contains("--dpo 0.2") && said.contains("0.3"), "{said}");
+    place.losses("--tp 1 --lora r=2 --steps 1 --save @plain");
+    let said = refused("--data @pairs.jsonl --resume @plain --steps 2 --dpo 0.2");
+    assert!(said.contains("without it") && said.contains("lm merge"), "{said}");
 }

@@ -128,7 +128,7 @@ fn each_kind_of_bad_line_is_named_and_skipped_if_that_is_asked_for() {
         (br#"{"prompt": "abc", "completion": null}"#.to_vec(), "its completion is null, and no text"),
         (br#"{"messages": "abc"}"#.to_vec(), r#"its "messages" is a text, and no list of messages"#),
         (br#"{"messages": []}"#.to_vec(), r#"its "messages" is empty"#),
-        (br#"{"prompt": "a", "chosen": "b"}"#.to_vec(), r#"its "prompt" is a text, and no list of messages"#),
+        (br#"{"prompt": "a", "chosen": "b"}"#.to_vec(), "it has no rejected"),
         (br#"{"prompt": "a", "chosen": "b", "rejected": "b"}"#.to_vec(), "its chosen is its rejected"),
         (
             br#"{"prompt": "a", "chosen": "b", "rejected": "c"}"#.to_vec(),

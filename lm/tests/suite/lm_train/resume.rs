@@ -223,6 +223,8 @@ fn the_least_loss_of_another_validation_text_does_not_count() {
     place.losses("--tp 1 --valid @valid --save @saved");
     let same = place.open("--resume @saved --steps 8 --valid @valid").unwrap();
     assert!(same.progress.best.is_some() && same.notes.is_empty(), "{:?}", same.notes);
+    // A training without a text of validation keeps the least loss of the one before.
+    place.losses("--tp 1 --resume @saved --steps 7 --save @saved");
     let other = place.open("--resume @saved --steps 8 --valid @other").unwrap();
     assert_eq!((other.progress.best, other.progress.validations_since_best), (None, 0));
     assert!(other.notes.iter().any(|note| note.contains("--valid is another text")), "{:?}", other.notes);
