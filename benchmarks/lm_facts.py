@@ -310,14 +310,16 @@ MIXTURES |= {
     "qwen3 next mixture": (
         "Qwen3Next",
         dict(
-            DELTA, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=12,
+            {**DELTA, "rms_norm_eps": 0.1}, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=20,
+            shared_expert_intermediate_size=12,
             rope_parameters=dict(FRESH, partial_rotary_factor=0.5),
         ),
     ),
     "qwen3.5 moe": (
         "Qwen3_5Moe",
         dict(
-            DELTA, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=20,
+            {**DELTA, "rms_norm_eps": 0.1}, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12,
+            shared_expert_intermediate_size=20,
             rope_parameters=dict(FRESH, partial_rotary_factor=0.25, mrope_section=[1, 1, 0], mrope_interleaved=True),
         ),
     ),

@@ -18,7 +18,7 @@ use wildmatch::WildMatch;
 
 use crate::adapter;
 use crate::chat::{self, ChatTemplate};
-use crate::config::tensors::CHOICE_BIAS;
+use crate::config::tensors::{CHOICE_BIAS, ROUTER};
 use crate::config::{Config, GenerationConfig, wrapper};
 use crate::special_tokens::SpecialTokens;
 use crate::{expert_files, gguf, tokens};
@@ -162,7 +162,12 @@ impl Files {
     pub fn dtype(&self) -> Result<DType> {
         let mut stored: Option<DType> = None;
         let tensors = self.config.tensors().into_iter();
-        for (name, _) in tensors.filter(|(name, _)| !name.ends_with(CHOICE_BIAS)) {
+        // What files keep in 32 bits beside weights of 16.
+        let is_apart = |name: &str| {
+            let apart = [CHOICE_BIAS, ".A_log", ".dt_bias", ".linear_attn.norm.weight"];
+            apart.iter().any(|end| name.ends_with(end)) || name.ends_with(&format!(".{ROUTER}.weight"))
+        };
+        for (name, _) in tensors.filter(|(name, _)| !is_apart(name)) {
             let dtype = self.weights.dtype(&name)?;
             if self.config.quantization.is_some()
                 && self.weights.stored_as(&name)?.0 != dtype.as_str().to_uppercase()

@@ -50,7 +50,8 @@ pub(super) fn unpack(path: &Path, files: &Files, folder: &Path) -> Result<()> {
             _ if name.ends_with("_norm.weight") => continue,
             _ => bail!("{name:?} is no factor of an adapter"),
         };
-        let hub = gguf::renamed(tensor, &files.config);
+        let in_memory = gguf::renamed(tensor, &files.config);
+        let hub = if in_memory == tensor { in_memory } else { files.config.stored_name(&in_memory) };
         let module = hub.strip_suffix(".weight").filter(|_| hub != tensor);
         let module = module.with_context(|| format!("{name:?} changes a tensor that is not known"))?;
         let shape = weights.shape(name)?.to_vec();
@@ -136,7 +137,8 @@ pub fn export_gguf(files: &Files, adapter: &Path, path: &Path) -> Result<()> {
         let factor = options.scale() * options.rank as f64 / alpha;
         let b = (b.to_dtype(DType::F32)? * factor)?;
         let b = if is_permuted { rows::permuted(&files.config, path, &b, false)? } else { b };
-        let name = gguf::export::renamed(&format!("{path}.weight"), kind, &files.config)?;
+        let in_memory = files.config.name_in_memory(&format!("{path}.weight"));
+        let name = gguf::export::renamed(&in_memory, kind, &files.config)?;
         for (factor, end) in [(a, "lora_a"), (b, "lora_b")] {
             let stored = QTensor::quantize(&factor.to_dtype(DType::F32)?, GgmlDType::F32)?;
             written.push((format!("{name}.{end}"), stored));

@@ -16,6 +16,7 @@ use safetensors::{Dtype, View};
 use super::config::ModuleKind;
 use super::{AdapterConfig, entries, in_layout_of_peft, named, rows, weights_of};
 use crate::config::Config;
+use crate::config::tensors::CHOICE_BIAS;
 use crate::dtype::DTypeName;
 use crate::files::Files;
 use crate::gguf;
@@ -239,7 +240,9 @@ pub fn merge(files: &Files, adapter: &Path, out: &Path, dtype: DTypeName) -> Res
     let scratch = tempfile::Builder::new().prefix(".merge-").tempdir_in(parent)?;
     let failed = Mutex::new(None);
     let tensors = stored(&config).into_iter().map(|(name, shape, parts)| {
-        let dtype = dtype.into();
+        // A choice is made by small differences.
+        let is_choice = parts.iter().any(|part| part.name.ends_with(CHOICE_BIAS));
+        let dtype = if is_choice { DType::F32 } else { dtype.into() };
         (name, MergedTensor { files, adapter: &adapter, parts, shape, dtype, failed: &failed })
     });
     let about = HashMap::from([("format".to_owned(), "pt".to_owned())]);

@@ -218,11 +218,11 @@ impl Experts {
     }
 
     /// Those of Qwen 3 Next and Qwen 3.5, whose weights are normalized, beside a network for all tokens that has a gate.
-    pub(super) fn qwen3_next(fields: &Fields, layers: usize) -> Result<Self> {
+    /// Without fields, so many of so many experts are chosen as `absent` says.
+    pub(super) fn qwen3_next(fields: &Fields, layers: usize, absent: [usize; 2]) -> Result<Self> {
         let shared = fields.optional_size("shared_expert_intermediate_size", super::MOST)?.unwrap_or(512);
         let normalize = fields.switch_or("norm_topk_prob", true)?;
-        let counts = if fields.has("norm_topk_prob") { [512, 10] } else { [256, 8] };
-        Ok(Self { shared, shared_gate: true, normalize, ..Self::qwen(fields, layers, (counts, 512))? })
+        Ok(Self { shared, shared_gate: true, normalize, ..Self::qwen(fields, layers, (absent, 512))? })
     }
 
     /// Those of Qwen, in some of the `layers` layers; without fields their numbers and width are `absent`.

@@ -197,8 +197,10 @@ impl Fields {
             );
         }
         for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
-            // A width of 0 is that of a part that is not there.
-            let is_absent = name.ends_with("_size") && *value == 0;
+            // A width of 0 is that of a part that is not there, and an empty list names no layer.
+            let counts = ["num_nextn_predict_layers", "mtp_num_hidden_layers"];
+            let is_zero = *value == 0 && (name.ends_with("_size") || counts.contains(&name.as_str()));
+            let is_absent = is_zero || value.as_array().is_some_and(Vec::is_empty);
             match family.fields.iter().chain(COMMON).find(|(known, _)| known == name) {
                 Some((_, FieldRule::Used | FieldRule::Harmless)) => {}
                 Some((_, FieldRule::Only(only))) if only.is(value) => {}

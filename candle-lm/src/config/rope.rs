@@ -125,7 +125,7 @@ pub(super) fn read_local(fields: &Fields, absent: f64) -> Result<Option<RopeSett
 pub(super) fn scores_factor(fields: &Fields) -> Result<f64> {
     let Some((_, form)) = forms(fields, "full_attention")?.pop() else { return Ok(1.0) };
     let fields = RopeFields { fields, form, kind: "yarn" };
-    match fields.optional("mscale_all_dim")? {
+    match fields.share("mscale_all_dim")? {
         None => Ok(1.0),
         Some(share) => Ok(yarn_scale(fields.factor()?, share).powi(2)),
     }

@@ -25,6 +25,15 @@ const IDLE: [(&str, &str, u64); 6] = [
     ("nextn_predict_layers", "num_nextn_predict_layers", 0),
 ];
 
+/// The layers that predict further tokens. A file that counts some and has none of their tensors has lost them.
+pub(super) fn drafts(weights: &Weights, fields: &mut Map<String, Value>) -> u64 {
+    const DRAFTS: &str = "num_nextn_predict_layers";
+    if !weights.names().any(|name| name.contains(".nextn.")) {
+        fields.insert(DRAFTS.into(), json!(0));
+    }
+    fields.get(DRAFTS).and_then(Value::as_u64).unwrap_or(0)
+}
+
 /// Changes the fields to those that a `config.json` would have.
 ///
 /// # Errors
@@ -88,7 +97,7 @@ pub(super) fn fields(
             }
             // The layers that predict further tokens are counted with the others.
             let number = |name: &str| fields.get(name).and_then(Value::as_u64).unwrap_or(0);
-            let layers = number("num_hidden_layers").saturating_sub(number("num_nextn_predict_layers"));
+            let layers = number("num_hidden_layers").saturating_sub(drafts(weights, fields));
             fields.insert("num_hidden_layers".into(), json!(layers));
             fields.insert("use_qk_norm".into(), json!(weights.contains_tensor("blk.0.attn_q_norm.weight")));
         }

@@ -4,6 +4,7 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_shard::Weights;
 use serde_json::{Map, Value, json};
 
+use super::experts::drafts;
 use super::{Metadata, plain, whole};
 
 /// The architecture.
@@ -39,7 +40,7 @@ const FLASH: ([u64; 2], u64) = ([47, 48], 154_880);
 ///
 /// # Errors
 /// If a key is not there, or the widths do not fit each other.
-pub(super) fn fields(metadata: &Metadata, fields: &mut Map<String, Value>) -> Result<()> {
+pub(super) fn fields(metadata: &Metadata, weights: &Weights, fields: &mut Map<String, Value>) -> Result<()> {
     let number = |key: &str| metadata.get(&format!("{KIND}.{key}")).and_then(whole);
     let size = |key: &str| number(key).with_context(|| format!("there is no {KIND}.{key}"));
     let (rank, rotary) = (size("attention.kv_lora_rank")?, size("rope.dimension_count")?);
@@ -61,7 +62,7 @@ pub(super) fn fields(metadata: &Metadata, fields: &mut Map<String, Value>) -> Re
     let count = |fields: &Map<String, Value>, name: &str| fields.get(name).and_then(Value::as_u64);
     let layers = count(fields, "num_hidden_layers");
     // The layers that predict further tokens are counted with the others.
-    let drafts = count(fields, "num_nextn_predict_layers").unwrap_or(0);
+    let drafts = drafts(weights, fields);
     fields.insert("num_hidden_layers".into(), json!(layers.map(|layers| layers.saturating_sub(drafts))));
     let zero = |value: &Value| value.as_f64() == Some(0.0);
     match fields.remove("num_local_experts").filter(|count| !zero(count)) {

@@ -261,7 +261,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     }
     rope::fields(kind, metadata, (weights, has_values), &mut fields)?;
     match kind == latent::KIND {
-        true => latent::fields(metadata, &mut fields)?,
+        true => latent::fields(metadata, weights, &mut fields)?,
         false => experts::fields(kind, metadata, weights, &mut fields)?,
     }
     let ends: Vec<u64> = ["eos_token_id", "eot_token_id", "eom_token_id"]

@@ -34,7 +34,8 @@ pub fn flops_per_token(config: &Config, seq_len: usize) -> f64 {
     // Queries meet keys, and weights meet values.
     let widths = heads.dim + config.parts.latent.map_or(heads.dim, |widths| widths.value);
     let seen = |layer| config.parts.window(layer).map_or(seq_len, |window| window.min(seq_len));
-    let seen: usize = (0..config.num_hidden_layers).map(seen).sum();
+    let attention = (0..config.num_hidden_layers).filter(|&layer| !config.parts.mixer(layer).is_recurrent());
+    let seen: usize = attention.map(seen).sum();
     6.0 * parameters as f64 + 6.0 * (heads.query * widths) as f64 * seen as f64
 }
 

@@ -61,7 +61,7 @@ impl LatentProjection {
     /// `together`, which divides it.
     ///
     /// # Errors
-    /// If a size is 0, or `together` does not divide the heads.
+    /// If a size is 0, or `together` does not divide the heads; if an adapter of the layer has a bias.
     pub fn new(latent: usize, heads: LatentHeads, together: usize, vb: &MeshVarBuilder) -> Result<Self> {
         let LatentHeads { count, key, value } = heads;
         if [latent, count, key, value, together].contains(&0) || !count.is_multiple_of(together) {
@@ -72,7 +72,15 @@ impl LatentProjection {
             return Error::op(OP, reason);
         }
         let rows = Width::new(count / together, together * (key + value));
-        Ok(Self { up: Linear::new(latent, rows, false, vb)?, heads, latent })
+        let up = Linear::new(latent, rows, false, vb)?;
+        if up.has_adapter_biases() {
+            let reason = format!(
+                "{}: an adapter has a bias, and the weight of latents is used without one: leave out `bias` of this layer",
+                vb.path.join(".")
+            );
+            return Error::op(OP, reason);
+        }
+        Ok(Self { up, heads, latent })
     }
 
     /// Returns the keys `[batch, heads, tokens, key + common]` and the values `[batch, heads, tokens, value]` of latents

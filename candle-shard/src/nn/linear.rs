@@ -67,6 +67,11 @@ impl Linear {
         })
     }
 
+    /// Returns whether adapters of this layer have biases.
+    pub(super) fn has_adapter_biases(&self) -> bool {
+        self.adapters.have_biases()
+    }
+
     /// Returns whether adapters run on this layer now.
     pub(super) fn is_adapted(&self) -> bool {
         !self.adapters.is_idle()

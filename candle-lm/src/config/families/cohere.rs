@@ -21,7 +21,7 @@ pub(super) static FAMILIES: [Family; 2] = [
             // The longest sequence of the tokenizer.
             ("model_max_length", FieldRule::Harmless),
         ],
-        absent: ABSENT,
+        absent: FamilyDefaults { rope_theta: 500_000.0, ..ABSENT },
         parts: cohere,
     },
     Family {

@@ -26,7 +26,7 @@ pub(super) static FAMILIES: [Family; 3] = [
         fields: &QWEN3_5_MOE,
         absent: ABSENT,
         parts: |fields, layers| {
-            Ok(Parts { experts: mixture(fields, layers)?, ..hybrid(fields, layers, false)? })
+            Ok(Parts { experts: mixture(fields, layers, [256, 8])?, ..hybrid(fields, layers, false)? })
         },
     },
     Family {
@@ -35,7 +35,7 @@ pub(super) static FAMILIES: [Family; 3] = [
         fields: &QWEN3_NEXT,
         absent: ABSENT,
         parts: |fields, layers| {
-            Ok(Parts { experts: mixture(fields, layers)?, ..hybrid(fields, layers, true)? })
+            Ok(Parts { experts: mixture(fields, layers, [512, 10])?, ..hybrid(fields, layers, true)? })
         },
     },
 ];
@@ -83,9 +83,9 @@ const MIXTURE: [(&str, FieldRule); 6] = [
     ("shared_expert_intermediate_size", Used),
 ];
 
-/// The experts, if a layer has some.
-fn mixture(fields: &Fields, layers: usize) -> Result<Option<Experts>> {
-    let experts = Experts::qwen3_next(fields, layers)?;
+/// The experts, if a layer has some: without fields so many, of which a token uses some.
+fn mixture(fields: &Fields, layers: usize, absent: [usize; 2]) -> Result<Option<Experts>> {
+    let experts = Experts::qwen3_next(fields, layers, absent)?;
     Ok((0..layers).any(|layer| experts.are_in(layer)).then_some(experts))
 }
 

@@ -121,7 +121,7 @@ pub(super) static FAMILIES: [Family; 8] = [
         model_type: "helium",
         architecture: "HeliumForCausalLM",
         fields: &[("attention_bias", Used), ("mlp_bias", Used)],
-        absent: FamilyDefaults { head_dim: Some(128), ..PLAIN },
+        absent: FamilyDefaults { head_dim: Some(128), rope_theta: 100_000.0, ..PLAIN },
         parts: |fields, layers| {
             let pairs = RopePairs::Neighbors;
             Ok(Parts { output_bias: false, pairs, ..biased(fields, layers)? })

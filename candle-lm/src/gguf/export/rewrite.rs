@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::gguf_file::{self, Value as Stored};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
@@ -38,6 +38,13 @@ pub(crate) fn rewrite(
     let content = gguf_file::Content::read(&mut reader)?;
     let shapes: BTreeMap<String, Vec<usize>> = adapter.config(&files.config).tensors().into_iter().collect();
     let fused: BTreeMap<String, Vec<(String, usize)>> = files.config.fused().into_iter().collect();
+    let latent = |name: &&String| name.ends_with(".kv_b_proj.weight") && adapter.changes(name);
+    let has_parts = content.tensor_infos.contains_key("blk.0.attn_k_b.weight");
+    if let Some(name) = shapes.keys().find(latent).filter(|_| has_parts) {
+        bail!(
+            "the adapter changes {name:?}, which the file has in two tensors of another form: merge into the folder that it was made of"
+        );
+    }
     let merged = |name: &str, was: GgmlDType| -> Result<Option<QTensor>> {
         let parts = fused.get(name).map_or_else(
             || vec![name.to_owned()],

@@ -122,6 +122,11 @@ impl LinearAdapters {
         self.active().next().is_none()
     }
 
+    /// Whether an adapter has a bias.
+    pub(crate) fn have_biases(&self) -> bool {
+        self.0.iter().flat_map(|adapters| adapters.iter()).any(|adapter| adapter.bias.is_some())
+    }
+
     /// Returns the product of `x` and `weight` with what the running adapters add, and the bias.
     pub(crate) fn linear(&self, x: &DTensor, weight: &DTensor, bias: Option<&DTensor>) -> Result<DTensor> {
         if self.is_idle() {

@@ -150,6 +150,23 @@ fn without_a_rope_base_it_is_that_of_the_family() {
 }
 
 #[test]
+fn absent_fields_are_those_of_transformers() {
+    let models = crate::lm::families::families().models;
+    let without = |case: &str, names: &[&str]| {
+        let mut config = models.iter().find(|model| model.case == case).unwrap().config.clone();
+        names.iter().for_each(|name| drop(config.as_object_mut().unwrap().remove(*name)));
+        Config::parse(&config.to_string()).unwrap()
+    };
+    for (case, theta) in
+        [("cohere", 500_000.0), ("cohere2", 10_000.0), ("helium", 100_000.0), ("olmo3", 500_000.0)]
+    {
+        assert_eq!(without(case, &["rope_parameters"]).rope_theta, theta, "{case}");
+    }
+    let chosen = |case: &str| without(case, &["norm_topk_prob"]).parts.experts.unwrap();
+    assert_eq!((chosen("qwen3 next mixture").normalize, chosen("qwen3.5 moe").normalize), (true, true));
+}
+
+#[test]
 fn families_with_states_refuse_what_they_do_not_compute() {
     let models = crate::lm::families::families().models;
     let refused = |case: &str, changes: &[(&str, Value)], want: &str| {
@@ -169,7 +186,7 @@ fn families_with_states_refuse_what_they_do_not_compute() {
     refused("qwen3.5", &[("linear_num_key_heads", json!(4))], "linear_num_key_heads 4 does not divide");
     refused("qwen3.5", &[("attn_output_gate", json!(false))], "attn_output_gate is false");
     refused("qwen3.5", &[("mamba_ssm_dtype", json!("bfloat16"))], "mamba_ssm_dtype");
-    refused("qwen3 next", &[("mlp_only_layers", json!([0]))], "an expert of all tokens");
+    refused("qwen3 next", &[("mlp_only_layers", json!([9]))], "mlp_only_layers is [9]");
     // As older files say it, and without a list.
     let parts = |case: &str, changes: &[(&str, Value)]| {
         let mut config = models.iter().find(|model| model.case == case).unwrap().config.clone();

@@ -126,8 +126,14 @@ fn as_in_memory(config: &Config) -> HashMap<String, Tensor> {
         let shape = config.tensors().into_iter().find(|(known, _)| *known == name).unwrap().1[1..].to_vec();
         Tensor::stack(&parts.iter().map(|part| weight(part, &shape)).collect::<Vec<_>>(), 0).unwrap()
     };
-    let mut tensors = HashMap::new();
-    for (name, shape) in config.tensors() {
+    // What files have in one is so in memory too.
+    let fused = config.fused();
+    let is_part = |name: &String| fused.iter().any(|(_, parts)| parts.iter().any(|(part, _)| part == name));
+    let is_whole = |name: &String| fused.iter().any(|(whole, _)| whole == name);
+    let whole = config.stored().into_iter().filter(|(name, _)| is_whole(name));
+    let mut tensors: HashMap<String, Tensor> =
+        whole.map(|(name, shape)| (name.clone(), weight(&name, &shape))).collect();
+    for (name, shape) in config.tensors().into_iter().filter(|(name, _)| !is_part(name)) {
         match name.split_once(".mlp.") {
             Some((layer, "experts.gate_proj")) => {
                 let [gate, up] = ["gate", "up"].map(|part| stack(format!("{layer}.mlp.experts.{part}_proj")));

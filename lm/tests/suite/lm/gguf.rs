@@ -424,6 +424,8 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         "qwen3.5",
         "qwen3.5 with as many values",
         "qwen3 next",
+        "qwen3 next mixture",
+        "qwen3.5 moe",
         "helium",
     ];
     let fits = |config: &mut Value| {
