@@ -159,7 +159,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
             "adam_w cross_entropy embedding function layer_norm linear pool quantized renorm reshape rms_norm rope \
              short_conv softmax",
             "add attention embedding_bag grouped_linear masked_softmax silu_gate",
-            "flash_attn gated_delta_rule",
+            "clamped_gate flash_attn gated_delta_rule",
             "parts",
         ],
     ),
