@@ -10,6 +10,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::RankContext;
 use candle_lm::adapter::{self, AdapterConfig, TRAINED, WEIGHTS};
+use candle_lm::config::Config;
 use candle_lm::dtype::DTypeName;
 use candle_lm::files::Files;
 use candle_lm::train::job::Job;
@@ -461,4 +462,22 @@ fn adapters_of_layers_with_states_have_the_names_of_transformers() {
         assert_eq!(tensors.keys().find(taps), None, "taps are no linear layer");
         Files::open(&place.path("model")).unwrap().with_adapter("a", &saved).unwrap();
     }
+}
+
+#[test]
+fn an_adapter_of_a_gguf_file_goes_on_where_the_file_is_now() {
+    // A token for each letter.
+    let place = Place::new(&Config { vocab_size: 101, ..config(4, 2) });
+    tokenizer(&place.path("model"), 101, byte_level());
+    let base = place.path("base.gguf");
+    Files::open(&place.path("model")).unwrap().export_gguf(&base, GgmlDType::F32, |_, _| {}).unwrap();
+    let flags = "--tp 1 --lora r=2 --steps 3 --model @base.gguf";
+    let all = place.losses(flags);
+    place.losses(&format!("{flags} --save-every 2 --save @saved"));
+    fs::remove_dir_all(place.path("saved/step-00000003")).unwrap();
+    fs::rename(&base, place.path("moved.gguf")).unwrap();
+    let refused = format!("{:#}", place.open("--resume @saved --tp 2").unwrap_err());
+    assert!(refused.contains("--model"), "{refused}");
+    let last = place.losses("--resume @saved --tp 2 --model @moved.gguf");
+    assert_near(last[0], all[2], "with the file elsewhere");
 }
