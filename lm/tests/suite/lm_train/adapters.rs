@@ -481,3 +481,24 @@ fn an_adapter_of_a_gguf_file_goes_on_where_the_file_is_now() {
     let last = place.losses("--resume @saved --tp 2 --model @moved.gguf");
     assert_near(last[0], all[2], "with the file elsewhere");
 }
+
+#[test]
+fn biases_of_choices_keep_32_bits_where_all_else_is_rounded() {
+    let place = families::place_of("glm4 moe", &Map::new());
+    place.losses("--seed 0 --batch 4 --seq-len 9 --tp 1 --lora r=2 --steps 1 --save @saved");
+    let (files, merged) = (Files::open(&place.path("model")).unwrap(), place.path("merged"));
+    adapter::merge(&files, &place.path("saved/step-00000001"), &merged, DTypeName::Bf16).unwrap();
+    let read = |folder: &str| {
+        candle_core::safetensors::load(place.path(folder).join("model.safetensors"), &Device::Cpu).unwrap()
+    };
+    let (was, is) = (read("model"), read("merged"));
+    let biases: Vec<&String> = is.keys().filter(|name| name.ends_with("e_score_correction_bias")).collect();
+    assert_eq!(biases.len(), 1);
+    for (name, tensor) in &is {
+        let dtype = if biases.contains(&name) { DType::F32 } else { DType::BF16 };
+        assert_eq!(tensor.dtype(), dtype, "{name}");
+    }
+    let bias = biases[0];
+    assert_eq!(is[bias].to_vec1::<f32>().unwrap(), was[bias].to_vec1::<f32>().unwrap());
+    assert_eq!(Files::open(&merged).unwrap().dtype().unwrap(), DType::BF16);
+}
