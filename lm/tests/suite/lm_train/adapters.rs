@@ -9,7 +9,7 @@ use std::sync::Arc;
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::RankContext;
-use candle_lm::adapter::{self, AdapterConfig, TRAINED, WEIGHTS};
+use candle_lm::adapter::{self, AdapterConfig, TRAINED, WEIGHTS, merge_gguf};
 use candle_lm::config::Config;
 use candle_lm::dtype::DTypeName;
 use candle_lm::files::Files;
@@ -501,4 +501,24 @@ fn biases_of_choices_keep_32_bits_where_all_else_is_rounded() {
     let bias = biases[0];
     assert_eq!(is[bias].to_vec1::<f32>().unwrap(), was[bias].to_vec1::<f32>().unwrap());
     assert_eq!(Files::open(&merged).unwrap().dtype().unwrap(), DType::BF16);
+}
+
+#[test]
+fn an_adapter_of_what_a_gguf_file_has_in_other_tensors_is_not_merged_in_silence() {
+    let place = families::place_of("deepseek v3", &Map::new());
+    let flags = "--seed 0 --batch 4 --seq-len 9 --tp 1 --steps 1";
+    place.losses(&format!("{flags} --lora r=2 --save @all"));
+    place.losses(&format!("{flags} --lora r=2,targets=o_proj --save @some"));
+    let base = place.path("base.gguf");
+    let config = fs::read_to_string(place.path("model/config.json")).unwrap();
+    crate::lm::gguf::write(&base, &serde_json::from_str(&config).unwrap(), GgmlDType::F32);
+    let files = Files::open(&base).unwrap();
+    let merged = |adapter: &str| {
+        let (adapter, out) =
+            (place.path(adapter).join("step-00000001"), place.path(&format!("{adapter}.gguf")));
+        merge_gguf(&files, &adapter, &out, None)
+    };
+    let said = format!("{:#}", merged("all").unwrap_err());
+    assert!(said.contains("kv_b_proj") && said.contains("folder"), "{said}");
+    merged("some").unwrap();
 }
