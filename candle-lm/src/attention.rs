@@ -65,12 +65,10 @@ impl SelfAttention {
         let gated = |mixed: DTensor| gate.as_ref().map_or(Ok(mixed.clone()), |gate| mixed.mul(gate));
         let Some(turns) = turns else {
             let [q, k] = self.placed([q, k], angles, &angles.rows_of(x.dims()[1]))?;
-            let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
-            let options = self.options().order(angles.order().cloned());
-            let mixed = options.documents(angles.documents().cloned()).of(&q, &k, &v)?;
+            let mixed = over_rows(self.options(), angles, [&q, &k, &v])?;
             return self.o_proj.forward(&gated(mixed)?.flatten_from(2)?);
         };
-        let places: Vec<TokenPositions> = turns.iter().map(|turn| [turn.past.len(), turn.tokens]).collect();
+        let places = places(&turns);
         let [q, k] = self.placed([q, k], angles, &places)?;
         let mixed = match cache::texts(turns)? {
             Texts::Whole(texts) => self.options().of_texts([&q, &k, &v], texts)?,
@@ -103,6 +101,18 @@ impl SelfAttention {
     fn options(&self) -> Attention {
         Attention::default().scale(self.scale).cap(self.scores_cap).causal(true).window(self.window)
     }
+}
+
+/// Where the new tokens of each text are.
+pub(crate) fn places(turns: &[LayerTokens<'_>]) -> Vec<TokenPositions> {
+    turns.iter().map(|turn| [turn.past.len(), turn.tokens]).collect()
+}
+
+/// Attention `[batch, tokens, heads, dim]` of queries, keys and values `[batch, heads, tokens, dim]` of whole rows.
+pub(crate) fn over_rows(options: Attention, angles: &Angles, [q, k, v]: [&DTensor; 3]) -> Result<DTensor> {
+    let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
+    let options = options.order(angles.order().cloned()).documents(angles.documents().cloned());
+    options.of(&q, &k, &v)
 }
 
 /// Attention `[batch, tokens, heads, dim]` of queries, keys and values `[batch, heads, tokens, dim]` over caches of which each rank

@@ -3,13 +3,13 @@
 use candle_shard::nn::{Heads, LatentHeads, LatentProjection, MeshVarBuilder, Width};
 use candle_shard::{Attention, DTensor, Error, Result};
 
-use crate::attention::over_parts;
+use crate::attention::{over_parts, over_rows, places};
 use crate::cache::{self, LayerTokens, Texts, VisibleKv};
 use crate::config::Config;
 use crate::config::parts::LatentWidths;
 use crate::norm::Norm;
 use crate::projection::{Projection, granule};
-use crate::rope::{Angles, TokenPositions};
+use crate::rope::Angles;
 
 /// What keeps the norms of latents from dividing by zero, whatever the config has for others.
 const EPS: f64 = 1e-6;
@@ -86,12 +86,11 @@ impl LatentAttention {
             let [turned, common] =
                 [angles.turn(&turned, &places, false)?, angles.turn(&common, &places, false)?];
             let [k, v] = self.up.expand(&latents, &common)?;
-            let [q, k, v] = [DTensor::cat(&[own, turned], 3)?, k, v].map(|x| x.transpose(1, 2));
-            let options = self.options().order(angles.order().cloned());
-            let mixed = options.documents(angles.documents().cloned()).of(&q?, &k?, &v?)?;
+            let q = DTensor::cat(&[own, turned], 3)?;
+            let mixed = over_rows(self.options(), angles, [&q, &k, &v])?;
             return self.o_proj.forward(&mixed.flatten_from(2)?);
         };
-        let places: Vec<TokenPositions> = turns.iter().map(|turn| [turn.past.len(), turn.tokens]).collect();
+        let places = places(&turns);
         let [turned, common] = [angles.turn(&turned, &places, false)?, angles.turn(&common, &places, false)?];
         let q = DTensor::cat(&[self.up.absorb(&own)?, turned], 3)?;
         let latents = latents.unsqueeze(1)?;

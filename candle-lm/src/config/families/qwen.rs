@@ -35,8 +35,7 @@ pub(super) static FAMILIES: [Family; 4] = [
         fields: &experts::QWEN2_FIELDS,
         absent: PLAIN,
         parts: |fields, layers| {
-            let uses = fields.switch("use_sliding_window")?;
-            let window = if uses { fields.window("sliding_window", Some(4096))? } else { None };
+            let window = window(fields)?;
             let most = fields.optional_size("max_window_layers", 1 << 20)?.unwrap_or(28);
             let types = fields.layer_types(layers)?;
             let is_sliding =
@@ -58,8 +57,7 @@ pub(super) static FAMILIES: [Family; 4] = [
         fields: &experts::QWEN_FIELDS,
         absent: PLAIN,
         parts: |fields, layers| {
-            let uses = fields.switch("use_sliding_window")?;
-            let window = if uses { fields.window("sliding_window", Some(4096))? } else { None };
+            let window = window(fields)?;
             let experts = Some(Experts::qwen3(fields, layers)?);
             Ok(Parts {
                 qk_norm: QkNorm::Head,
@@ -88,10 +86,17 @@ const fn qwen_fields(biases: FieldRule, norms: FieldRule) -> [(&'static str, Fie
     ]
 }
 
+/// The window of layers that have one, if the switch is on.
+fn window(fields: &Fields) -> Result<Option<usize>> {
+    match fields.switch("use_sliding_window")? {
+        true => fields.window("sliding_window", Some(4096)),
+        false => Ok(None),
+    }
+}
+
 /// The windows of Qwen's layers.
 fn qwen(fields: &Fields, layers: usize) -> Result<Vec<Option<usize>>> {
-    let uses = fields.switch("use_sliding_window")?;
-    let window = if uses { fields.window("sliding_window", Some(4096))? } else { None };
+    let window = window(fields)?;
     let first = fields.optional_size("max_window_layers", 1 << 20)?.unwrap_or(28);
     let types = fields.layer_types(layers)?;
     let is_sliding = |i: usize| types.as_ref().map_or(i >= first, |types| types[i]);
