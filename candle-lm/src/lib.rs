@@ -33,6 +33,7 @@ mod rope;
 pub mod sample;
 pub mod score;
 pub mod sentence_embedding;
+pub mod serve;
 pub mod session;
 mod short_conv;
 mod special_tokens;

@@ -59,7 +59,7 @@ impl TextWriter {
             return Ok(Some(Stop::End));
         }
         self.tokens.push(token);
-        self.sampler.see(&[token]);
+        self.sampler.wrote(token);
         if !show(token)? {
             return Ok(Some(Stop::Text));
         }
