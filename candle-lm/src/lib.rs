@@ -31,6 +31,7 @@ mod projection;
 pub mod random_model;
 mod rope;
 pub mod sample;
+mod scheduler;
 pub mod score;
 pub mod sentence_embedding;
 pub mod serve;

@@ -264,14 +264,16 @@ impl RequestQueue {
         self.0.state.lock().sweep(now);
     }
 
-    /// Waits for a request, or for the end. Returns at `until` otherwise, or at the deadline of a request that waits.
-    pub(super) fn wait(&self, until: Instant) {
+    /// Waits for a request, or for the end; returns false if neither comes within `timeout`.
+    pub(super) fn wait(&self, timeout: Duration) -> bool {
+        let until = Instant::now() + timeout;
         let mut state = self.0.state.lock();
         while state.requests == 0 && state.mode == QueueMode::Open {
             if self.0.changed.wait_until(&mut state, until).timed_out() {
-                break;
+                return false;
             }
         }
+        true
     }
 
     /// Tells what the engine did in a pass, which read `prompt` tokens of prompts in `seconds`.
@@ -291,7 +293,9 @@ impl RequestQueue {
     pub(super) fn close(&self, error: RequestError) {
         let mut state = self.0.state.lock();
         state.mode = QueueMode::Stopping;
-        if let RequestError::World(cause) = &error {
+        if let RequestError::World(cause) = &error
+            && state.status.failure.is_none()
+        {
             state.status.failure = Some(cause.clone());
         }
         state.status.running = 0;
