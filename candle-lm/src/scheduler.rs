@@ -99,11 +99,6 @@ impl<T> Scheduler<T> {
         self.slots.iter().any(|slot| slot.text.is_none())
     }
 
-    /// How many texts have slots.
-    pub(crate) fn running(&self) -> usize {
-        self.slots.iter().filter(|slot| slot.text.is_some()).count()
-    }
-
     /// The tokens in all slots.
     pub(crate) fn cached(&self) -> usize {
         self.slots.iter().map(|slot| slot.cached.len()).sum()
@@ -402,7 +397,7 @@ mod tests {
             let mut next = ChaCha8Rng::seed_from_u64(!seed);
             let mut next = || next.next_u32() % 2;
             let mut came = 0;
-            while came < 30 || all.scheduler.running() > 0 {
+            while came < 30 || all.scheduler.texts().count() > 0 {
                 while came < 30 && all.scheduler.has_room() && below(3) > 0 {
                     // Prompts that often begin alike, or go on from what was written.
                     let from = below(1 + all.texts.len() as u32);
@@ -422,7 +417,7 @@ mod tests {
                         continue;
                     }
                 }
-                let running = all.scheduler.running();
+                let running = all.scheduler.texts().count();
                 let decoding = all
                     .scheduler
                     .slots
@@ -499,7 +494,8 @@ mod tests {
         assert_eq!(past(&mut all), [(0, of(0, 24), 2)]);
         // A text with little of what a slot has leaves it alone.
         all.admit(vec![0, 1, 2, 70], 0, 4);
-        assert_eq!(past(&mut all), [(1, of(0, 3), 1)]);
+        assert_eq!(past(&mut all), [(1, of(1, 3), 1)]);
+        assert_eq!(all.scheduler.slots.iter().map(|slot| slot.cached.len()).collect::<Vec<_>>(), [26, 4, 21]);
     }
 
     #[test]

@@ -286,7 +286,11 @@ impl Leader<'_> {
             let text = RequestText::new(waiting, self.ends, self.room);
             let tokens = text.prompt.len() as u64;
             self.scheduler.admit(text);
-            self.queue.tell(|status| status.prompt_tokens += tokens, None);
+            let count = |status: &mut ServeStatus| {
+                status.running += 1;
+                status.prompt_tokens += tokens;
+            };
+            self.queue.tell(count, None);
         }
     }
 
@@ -320,7 +324,11 @@ impl Leader<'_> {
 
     fn end(&mut self, slot: usize, is_sound: bool) {
         if self.scheduler.end(slot, is_sound).is_some() {
-            self.queue.tell(|status| status.ended += 1, None);
+            let count = |status: &mut ServeStatus| {
+                status.running = status.running.saturating_sub(1);
+                status.ended += 1;
+            };
+            self.queue.tell(count, None);
         }
     }
 
@@ -336,9 +344,9 @@ impl Leader<'_> {
     }
 
     fn tell(&self, pass: Option<(usize, f64)>) {
-        let (running, cached) = (self.scheduler.running(), self.scheduler.cached());
+        let cached = self.scheduler.cached();
         let told = |status: &mut ServeStatus| {
-            (status.running, status.cached_tokens) = (running, cached);
+            status.cached_tokens = cached;
             status.passes += u64::from(pass.is_some());
         };
         self.queue.tell(told, pass);
