@@ -181,7 +181,8 @@ impl<T> Scheduler<T> {
         let both = slot.cached.iter().take(kept).zip(text.tokens.iter().take(most));
         let common = both.take_while(|(cached, token)| cached == token).count();
         let is_whole = is_own && common == slot.cached.len();
-        if self.can_be_cut || is_whole { common } else { 0 }
+        let fits = (self.can_be_cut || is_whole) && !self.config.turns_anew(common, length);
+        if fits { common } else { 0 }
     }
 
     /// The next pass: the next token of each text whose prompt is read, and a chunk of the prompts, the oldest text first.
@@ -291,7 +292,7 @@ mod tests {
     const ROOM: usize = 64;
 
     /// Slots that have tokens alone, with what they were turned by.
-    struct Memory(Vec<Vec<(u32, bool)>>);
+    struct Memory(Vec<Vec<(u32, bool)>>, usize);
 
     impl Memory {
         /// Does what ranks do in a pass; `is_turned` says how positions of a text are.
@@ -308,6 +309,8 @@ mod tests {
                     SlotPast::Nothing => memory.clear(),
                     SlotPast::Prefix { slot, tokens } => *memory = before[slot][..tokens].to_vec(),
                 }
+                // What positions are turned by is known by the length of a text, and not of each token.
+                assert!(!is_turned || !(1..=self.1).contains(&memory.len()));
                 memory.extend(all[at..at + span.tokens].iter().map(|&token| (token, is_turned)));
                 at += span.tokens;
                 assert!(memory.len() <= ROOM);
@@ -331,7 +334,7 @@ mod tests {
         fn new(config: &Config, slots: usize, chunk: usize, learned: usize) -> Self {
             Self {
                 scheduler: Scheduler::new(config, slots, ROOM, chunk),
-                memory: Memory(vec![Vec::new(); slots]),
+                memory: Memory(vec![Vec::new(); slots], learned),
                 texts: Vec::new(),
                 of_slot: vec![None; slots],
                 learned,
