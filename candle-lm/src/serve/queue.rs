@@ -45,7 +45,8 @@ pub enum SubmitError {
     /// The ranks have failed; this is the cause.
     #[error("the model has failed: {0}")]
     Failed(Arc<str>),
-    /// A text has room for fewer tokens, those that are to be written included: one at least, or none if none was asked for.
+    /// A text has room for fewer tokens, those that are to be written included: one at least, or none if none
+    /// was asked for.
     #[error("the prompt has {tokens} tokens, and a text has room for {room}; shorten it")]
     TooLong {
         /// The tokens of the prompt.
@@ -112,7 +113,7 @@ pub(super) enum QueueMode {
 }
 
 #[derive(Debug)]
-struct QueueState {
+struct QueueContents {
     limits: QueueLimits,
     /// The requests of each salt, the oldest first.
     waiting: BTreeMap<u64, VecDeque<WaitingRequest>>,
@@ -131,7 +132,7 @@ struct QueueState {
 
 #[derive(Debug)]
 struct SharedQueue {
-    state: Mutex<QueueState>,
+    state: Mutex<QueueContents>,
     changed: Condvar,
 }
 
@@ -154,7 +155,7 @@ pub struct RequestQueue(Arc<SharedQueue>);
 impl RequestQueue {
     /// An empty queue.
     pub fn new(limits: QueueLimits) -> Self {
-        let state = QueueState {
+        let state = QueueContents {
             limits,
             waiting: BTreeMap::new(),
             turns: VecDeque::new(),
@@ -308,7 +309,7 @@ impl RequestQueue {
     }
 }
 
-impl QueueState {
+impl QueueContents {
     fn check(&self, request: &ServeRequest) -> Result<(), SubmitError> {
         if let Some(cause) = &self.status.failure {
             return Err(SubmitError::Failed(cause.clone()));

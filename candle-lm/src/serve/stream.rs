@@ -66,8 +66,8 @@ pub(super) struct EventSender(Arc<SharedMailbox>);
 
 /// What happens to one request. The next pass cancels a request whose stream was dropped.
 ///
-/// The last event is one of [`TokenEvent::Ended`] and [`TokenEvent::Failed`]. The engine never waits for a reader: events
-/// wait here, and there are no more of them than the tokens that were asked for, and two.
+/// The last event is one of [`TokenEvent::Ended`] and [`TokenEvent::Failed`]. The engine never waits for a
+/// reader: events wait here, and there are no more of them than the tokens that were asked for, and two.
 #[derive(Debug)]
 pub struct RequestStream(Arc<SharedMailbox>);
 
@@ -109,7 +109,8 @@ impl Drop for EventSender {
 }
 
 impl RequestStream {
-    /// The next event, as soon as there is one; `None` if none comes within `timeout`, or the last one has been read.
+    /// The next event, as soon as there is one; `None` if none comes within `timeout`, or the last one has
+    /// been read.
     pub fn next_event(&mut self, timeout: Duration) -> Option<TokenEvent> {
         let until = Instant::now().checked_add(timeout);
         let mut mailbox = self.0.mailbox.lock();
@@ -131,8 +132,8 @@ impl RequestStream {
         }
     }
 
-    /// The next event, or `None` behind the last one. If there is none yet, the task of `context` is woken as soon as
-    /// there is: no runtime is needed for that.
+    /// The next event, or `None` behind the last one. If there is none yet, the task of `context` is woken as
+    /// soon as there is: no runtime is needed for that.
     ///
     /// ```
     /// use std::future::poll_fn;

@@ -40,7 +40,8 @@ impl Drop for StoppedByPanic {
     }
 }
 
-/// Serves what a client of rank 0 asks for, until it returns. Returns what rank 0 did, and the client's result.
+/// Serves what a client of rank 0 asks for, until it returns. Returns what rank 0 did, and the client's
+/// result.
 fn served<R: Send>(
     ctx: &RankContext,
     stages: usize,
@@ -150,7 +151,8 @@ impl Case {
         Self { name: name.to_owned(), files, requests, alone, reuses }
     }
 
-    /// Sends random requests, some of which leave, and returns how many were sent, left, and were answered with other tokens than alone.
+    /// Sends random requests, some of which leave, and returns how many were sent, left, and were answered
+    /// with other tokens than alone.
     fn client(&self, queue: &RequestQueue, seed: u64, count: usize) -> [usize; 3] {
         let mut dice = Dice::new(seed);
         let at_once = 1 + dice.below(16);
