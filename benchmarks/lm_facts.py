@@ -325,6 +325,29 @@ MIXTURES |= {
     ),
 }
 
+# Attention with sinks, and experts whose gates and ups lie one beside the other.
+SINKS = {
+    "gpt oss": (
+        "GptOss",
+        dict(
+            ODD, head_dim=16, num_local_experts=5, num_experts_per_tok=2, sliding_window=4, swiglu_limit=0.75,
+            rope_parameters=dict(
+                rope_type="yarn", rope_theta=10_000.0, factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+                original_max_position_embeddings=8,
+            ),
+        ),
+    ),
+    "gpt oss without biases": (
+        "GptOss",
+        dict(
+            head_dim=12, attention_bias=False, num_local_experts=4, num_experts_per_tok=3, sliding_window=3,
+            num_hidden_layers=3, layer_types=["full_attention", "sliding_attention", "full_attention"],
+            swiglu_alpha=1.25, rope_parameters=dict(FRESH),
+        ),
+    ),
+}
+MIXTURES |= SINKS
+
 MODELS = {**CASES, **MIXTURES, **DENSE}
 
 ROPES_PATH = PATH.with_name("ropes.json")

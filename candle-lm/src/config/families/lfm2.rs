@@ -66,7 +66,7 @@ const OTHER_NAMES: [(&str, &str); 3] = [
 ///
 /// # Errors
 /// If a width is no number, or the list of layers with attention is none.
-pub(in crate::config) fn plain(mut fields: Map<String, Value>) -> Result<Map<String, Value>> {
+pub(super) fn plain(mut fields: Map<String, Value>) -> Result<Map<String, Value>> {
     if fields.get("model_type") != Some(&json!("lfm2")) {
         return Ok(fields);
     }

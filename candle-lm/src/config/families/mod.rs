@@ -8,19 +8,19 @@ mod lfm2;
 mod llama;
 mod minimax;
 mod olmo;
+mod openai;
 mod qwen;
 mod qwen3_5;
 mod singles;
 
 use anyhow::{Result, ensure};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::MOST_LAYERS;
 use super::fields::FieldRule::{self, Used};
 use super::fields::Fields;
 use super::parts::Parts;
 use super::rope;
-pub(in crate::config) use lfm2::plain;
 
 /// A kind of model, by the name that `model_type` has for it.
 pub(in crate::config) struct Family {
@@ -99,11 +99,20 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
         &cohere::FAMILIES,
         &deepseek::FAMILIES,
         &minimax::FAMILIES,
+        &openai::FAMILIES,
         &lfm2::FAMILIES,
         &qwen3_5::FAMILIES,
         &singles::FAMILIES,
     ];
     makers.into_iter().flatten()
+}
+
+/// The fields of a config, under the names of all families, and with what some have without a field.
+///
+/// # Errors
+/// If a field is not what it should be; it is named.
+pub(in crate::config) fn plain(fields: Map<String, Value>) -> Result<Map<String, Value>> {
+    lfm2::plain(openai::plain(fields))
 }
 
 /// Why a kind of model is not supported, if that is known.
