@@ -27,7 +27,7 @@ BATCH = [
     [9, 7, 35, 15, 13, 23, 3, 19, 29, 27],
 ]
 BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.25)
-MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe"]
+MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe", "gpt oss"]
 
 # The routers of models in memory.
 ROUTERS = ["mlp.gate.weight"]
@@ -42,8 +42,29 @@ OF_LFM2 = {
 }
 
 
+# What modules of Granite's hybrids are called in memory.
+OF_GRANITE = {"shared_mlp.input_linear": "mlp.gate_up_proj", "shared_mlp.output_linear": "mlp.down_proj"}
+
+
+def mamba_rows(module, config):
+    """The names and rows of the parts of a projection or a convolution of Mamba 2."""
+    inner = config.mamba_n_heads * config.mamba_d_head
+    groups = config.mamba_n_groups * config.mamba_d_state
+    rows = dict(z=inner, x=inner, b=groups, c=groups, dt=config.mamba_n_heads)
+    return {part: rows[part] for part in ("xbc" if module == "conv1d" else rows)}
+
+
 def parts(name, grad, config):
     """Yields the name in memory and the gradient of each part of a parameter."""
+    if config.model_type == "granitemoehybrid":
+        for module, known in OF_GRANITE.items():
+            name = name.replace(module, known)
+    module, parameter = name.rsplit(".", 2)[-2:]
+    if ".mamba." in name and module in ("in_proj", "conv1d"):
+        rows = mamba_rows(module, config)
+        for part, rows in zip(rows, grad.split(list(rows.values()))):
+            yield name.replace(f"{module}.{parameter}", f"{module}_{part}.{parameter}"), rows
+        return
     if config.model_type == "lfm2":
         for module, known in OF_LFM2.items():
             name = name.replace(f"{module}.weight", f"{known}.weight")
@@ -60,6 +81,14 @@ def parts(name, grad, config):
         rows = [heads * dim for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
         for part, rows in zip("qkv", grad.split(rows)):
             yield name.replace("qkv_proj", f"{part}_proj"), rows
+    elif config.model_type == "gpt_oss" and ".mlp." in name:
+        turned = grad.transpose(1, 2) if grad.dim() == 3 else grad
+        if "gate_up_proj" in name:
+            # Each gate is beside its up: rows of matrices, and columns of biases.
+            for at, part in enumerate(("gate_proj", "up_proj")):
+                yield name.replace("gate_up_proj", part), turned[:, at::2]
+        else:
+            yield name.replace("router.bias", "router.logit_bias"), turned
     elif name.endswith(("gate_up_proj.weight", "gate_up_proj")):
         stem = name.removesuffix(".weight")
         for part, rows in zip(("gate_proj", "up_proj"), grad.chunk(2, dim=-2)):

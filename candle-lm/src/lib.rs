@@ -24,6 +24,7 @@ pub mod hub;
 mod latent;
 mod layer;
 mod lm;
+mod mamba;
 pub mod memory;
 pub mod model;
 mod norm;

@@ -8,7 +8,9 @@ use candle_shard::kernels::QuantizedMatrix;
 use candle_shard::nn::Heads;
 
 use crate::config::Config;
-use crate::config::tensors::{CHOICE_BIAS, EXPERTS};
+use crate::config::mamba::MambaHeads;
+use crate::config::mixers::MixerKind;
+use crate::config::tensors::{CHOICE_BIAS, EXPERT_BIASES, EXPERTS};
 use crate::engine::ModelOptions;
 use crate::files::Files;
 use crate::projection::with_gates;
@@ -41,14 +43,14 @@ pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp
     let attention = (0..config.num_hidden_layers).filter(|&layer| !config.parts.mixer(layer).is_recurrent());
     let tokens: usize = attention.map(kept).fold(0, usize::saturating_add);
     let keys = [tokens, of_token, dtype.size_in_bytes()].into_iter().fold(1, usize::saturating_mul);
-    keys.saturating_add(config.state_bytes()).saturating_mul(texts)
+    keys.saturating_add(config.state_bytes(tp)).saturating_mul(texts)
 }
 
 /// The matrices that each rank has whole.
 const WHOLE: [&str; 4] = ["router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"];
 
-/// Vectors that are cut with value heads.
-const OF_VALUE_HEADS: [&str; 2] = [".A_log", ".dt_bias"];
+/// Vectors that are cut with heads.
+const OF_HEADS: [&str; 3] = [".A_log", ".dt_bias", ".sinks"];
 
 /// The projections whose outputs are cut.
 const CUT: [&str; 5] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
@@ -81,12 +83,19 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
         };
         let module = name.rsplit('.').nth(1).unwrap_or_default();
         let copies = match shape.len() {
+            _ if let Some((heads, tensor)) = of_mamba(config, &name) => {
+                if heads.is_whole(tensor) {
+                    tp
+                } else {
+                    1
+                }
+            }
             3 => 1,
-            _ if WHOLE.contains(&module) => tp,
+            _ if WHOLE.contains(&module) || name.ends_with(EXPERT_BIASES[2]) => tp,
             _ if shares_keys && ["k_proj", "v_proj"].contains(&module) => tp,
             0 | 1
                 if !(name.ends_with(".bias") && CUT.contains(&module)
-                    || OF_VALUE_HEADS.iter().any(|end| name.ends_with(end))) =>
+                    || OF_HEADS.iter().any(|end| name.ends_with(end))) =>
             {
                 tp
             }
@@ -94,11 +103,20 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
             _ if pp > 1 && config.tie_word_embeddings && module == "embed_tokens" => 2,
             _ => 1,
         };
-        let is_expert = EXPERTS.iter().any(|part| name.ends_with(part));
+        let is_expert = EXPERTS.iter().chain(&EXPERT_BIASES).any(|part| name.ends_with(part));
         let replicas = held.cp.saturating_mul(if is_expert { 1 } else { held.ep });
         all = all.saturating_add(bytes.saturating_mul(copies).saturating_mul(replicas));
     }
     Ok(all)
+}
+
+/// The heads and the tensor of a layer of Mamba 2.
+fn of_mamba<'a>(config: &Config, name: &'a str) -> Option<(MambaHeads, &'a str)> {
+    let (layer, tensor) = name.strip_prefix("model.layers.")?.split_once(".mamba.")?;
+    match config.parts.mixer(layer.parse().ok()?) {
+        MixerKind::Mamba(heads) => Some((heads, tensor)),
+        _ => None,
+    }
 }
 
 /// Returns the blocks in which ranks hold a weight, if they hold it as it is stored. Layers hold floats if only some of the

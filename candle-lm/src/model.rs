@@ -46,6 +46,10 @@ enum WeightCut {
 const LATENT: [[&str; 2]; 2] =
     [["self_attn.q_b_proj", "self_attn.kv_b_proj"], ["self_attn.q_proj", "self_attn.kv_b_proj"]];
 
+/// The inputs of a layer of Mamba 2 that are cut: last those of groups, if there are several.
+const MAMBA: [&str; 5] =
+    ["mamba.in_proj_z", "mamba.in_proj_x", "mamba.in_proj_dt", "mamba.in_proj_b", "mamba.in_proj_c"];
+
 /// The modules that are cut outside of layers, and the feed-forward layers.
 const PLAN: [(&str, WeightCut); 5] = [
     ("model.embed_tokens", WeightCut::Rows),
@@ -66,6 +70,9 @@ fn cut_modules(mixer: MixerKind, latent: Option<LatentWidths>) -> (&'static [&'s
             (&LATENT[usize::from(query.is_none())], "self_attn.o_proj")
         }
         MixerKind::Attention => (&["self_attn"], "self_attn.o_proj"),
+        MixerKind::Mamba(heads) => {
+            (if heads.has_one_group() { &MAMBA[..3] } else { &MAMBA }, "mamba.out_proj")
+        }
         MixerKind::ShortConv { .. } => (&["conv.b_proj", "conv.c_proj", "conv.x_proj"], "conv.out_proj"),
         MixerKind::DeltaNet(DeltaHeads { by_key_head: true, .. }) => {
             (&["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"], "linear_attn.out_proj")

@@ -45,6 +45,8 @@ pub struct Parts {
     pub scores_scale: Option<f64>,
     /// How queries grow with their positions, if they do.
     pub temperature: Option<AttentionTemperature>,
+    /// Whether each query head has a logit that takes a share of its softmax, and gives nothing.
+    pub sinks: bool,
     /// The largest score.
     pub scores_cap: Option<f64>,
     /// The largest logit.
@@ -215,6 +217,7 @@ impl Default for Parts {
             permuted: false,
             scores_scale: None,
             temperature: None,
+            sinks: false,
             scores_cap: None,
             logits_cap: None,
             embedding_scale: 1.0,

@@ -27,7 +27,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 33] = [
+const ARCHITECTURES: [(&str, &str, bool); 34] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -63,6 +63,7 @@ const ARCHITECTURES: [(&str, &str, bool); 33] = [
     ("lfm2", "lfm2", false),
     ("olmoe", "olmoe", false),
     ("qwen2moe", "qwen2_moe", false),
+    ("gpt-oss", "gpt_oss", false),
     (latent::KIND, "deepseek_v3", false),
 ];
 
@@ -349,6 +350,9 @@ pub(crate) fn renamed(name: &str, config: &Config) -> String {
     if let &["blk", layer, "shortconv", module, "weight"] = &parts[..] {
         return format!("model.layers.{layer}.conv.{module}.weight");
     }
+    if let &["blk", layer, "attn_sinks", "weight"] = &parts[..] {
+        return format!("model.layers.{layer}.self_attn.sinks");
+    }
     if let &["blk", layer, module, expert, "weight"] = &parts[..] {
         return experts::renamed(layer, module, expert).unwrap_or_else(|| name.to_owned());
     }
@@ -366,7 +370,10 @@ pub(crate) fn renamed(name: &str, config: &Config) -> String {
     };
     match hub {
         None => name.to_owned(),
-        Some(hub) if EXPERTS.contains(&hub) => format!("model.layers.{layer}.{hub}"),
+        Some(hub) if EXPERTS.contains(&hub) => {
+            let bias = if parameter == "bias" { "_bias" } else { "" };
+            format!("model.layers.{layer}.{hub}{bias}")
+        }
         Some(hub) => {
             let one = config.family == "qwen2_moe";
             let hub = if one { hub.replace(".shared_experts.", ".shared_expert.") } else { hub.to_owned() };

@@ -66,10 +66,7 @@ const OTHER_NAMES: [(&str, &str); 3] = [
 ///
 /// # Errors
 /// If a width is no number, or the list of layers with attention is none.
-pub(in crate::config) fn plain(mut fields: Map<String, Value>) -> Result<Map<String, Value>> {
-    if fields.get("model_type") != Some(&json!("lfm2")) {
-        return Ok(fields);
-    }
+pub(super) fn plain(mut fields: Map<String, Value>) -> Result<Map<String, Value>> {
     for (name, common) in OTHER_NAMES {
         if let Some(value) = fields.remove(name).filter(|value| !value.is_null()) {
             fields.insert(common.into(), value);

@@ -12,7 +12,7 @@ use crate::config::parts::{FUSED_GATE, FUSED_QKV, Parts, QkNorm};
 use crate::config::rope;
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 8] = [
+pub(super) static FAMILIES: [Family; 7] = [
     Family {
         model_type: "llama",
         architecture: "LlamaForCausalLM",
@@ -110,29 +110,6 @@ pub(super) static FAMILIES: [Family; 8] = [
                 windows: vec![window; layers],
                 experts: Some(Experts::mixtral(fields)?),
                 ..Parts::default()
-            })
-        },
-    },
-    Family {
-        model_type: "granite",
-        architecture: "GraniteForCausalLM",
-        fields: &[
-            ("attention_bias", Used),
-            ("attention_multiplier", Used),
-            ("embedding_multiplier", Used),
-            ("logits_scaling", Used),
-            ("mlp_bias", Used),
-            ("residual_multiplier", Used),
-        ],
-        absent: PLAIN,
-        parts: |fields, layers| {
-            let factor = |name| Ok::<_, anyhow::Error>(fields.optional_positive(name)?.unwrap_or(1.0));
-            Ok(Parts {
-                scores_scale: Some(factor("attention_multiplier")?),
-                embedding_scale: factor("embedding_multiplier")?,
-                branch_scale: factor("residual_multiplier")?,
-                logits_divisor: factor("logits_scaling")?,
-                ..biased(fields, layers)?
             })
         },
     },

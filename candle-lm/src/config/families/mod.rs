@@ -4,23 +4,24 @@ mod cohere;
 mod deepseek;
 mod gemma;
 mod glm;
+mod granite;
 mod lfm2;
 mod llama;
 mod minimax;
 mod olmo;
+mod openai;
 mod qwen;
 mod qwen3_5;
 mod singles;
 
 use anyhow::{Result, ensure};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::MOST_LAYERS;
 use super::fields::FieldRule::{self, Used};
 use super::fields::Fields;
 use super::parts::Parts;
 use super::rope;
-pub(in crate::config) use lfm2::plain;
 
 /// A kind of model, by the name that `model_type` has for it.
 pub(in crate::config) struct Family {
@@ -96,14 +97,29 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
         &gemma::FAMILIES,
         &olmo::FAMILIES,
         &glm::FAMILIES,
+        &granite::FAMILIES,
         &cohere::FAMILIES,
         &deepseek::FAMILIES,
         &minimax::FAMILIES,
+        &openai::FAMILIES,
         &lfm2::FAMILIES,
         &qwen3_5::FAMILIES,
         &singles::FAMILIES,
     ];
     makers.into_iter().flatten()
+}
+
+/// The fields of a config, where a family has other names for them or computes some of others.
+///
+/// # Errors
+/// If a field says something that is not known.
+pub(in crate::config) fn plain(fields: Map<String, Value>) -> Result<Map<String, Value>> {
+    match fields.get("model_type").and_then(Value::as_str) {
+        Some("granitemoehybrid") => granite::plain(fields),
+        Some("lfm2") => lfm2::plain(fields),
+        Some("gpt_oss") => Ok(openai::plain(fields)),
+        _ => Ok(fields),
+    }
 }
 
 /// Why a kind of model is not supported, if that is known.

@@ -89,7 +89,7 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     let (family, parts) = (config.family, &config.parts);
     let family = if AS_LLAMA.contains(&family) { "llama" } else { family };
     let found = ARCHITECTURES.iter().find(|(_, name, _)| *name == family);
-    let found = found.filter(|_| parts.latent.is_none());
+    let found = found.filter(|_| parts.latent.is_none() && !parts.sinks);
     let &(kind, _, is_permuted) =
         found.with_context(|| format!("models of the family {family} are not written as GGUF"))?;
     // What llama.cpp computes whatever a file says, and the tensors that it has no place for.
