@@ -95,10 +95,13 @@ pub struct ServeStatus {
 }
 
 /// A request that waits.
+#[doc(hidden)]
 #[derive(Debug)]
-pub(super) struct WaitingRequest {
-    pub(super) request: ServeRequest,
-    pub(super) events: EventSender,
+pub struct WaitingRequest {
+    /// What is asked for.
+    pub request: ServeRequest,
+    /// Where its events go.
+    pub events: EventSender,
 }
 
 /// What the front asks of the engine as a whole.
@@ -241,11 +244,18 @@ impl RequestQueue {
     }
 
     /// Takes requests from now on, for texts of up to `room` tokens of a vocabulary.
-    pub(super) fn open(&self, status: ServeStatus, vocab_size: usize) {
+    #[doc(hidden)]
+    pub fn open(&self, status: ServeStatus, vocab_size: usize) {
         let mut state = self.0.state.lock();
         (state.status, state.vocab_size) = (status, vocab_size);
         drop(state);
         self.0.changed.notify_all();
+    }
+
+    /// Whether all requests are to end now.
+    #[doc(hidden)]
+    pub fn is_stopped(&self) -> bool {
+        self.mode() == QueueMode::Stopping
     }
 
     /// What the front asks of the engine as a whole.
@@ -254,7 +264,8 @@ impl RequestQueue {
     }
 
     /// Takes out the request whose turn it is, if one waits that was neither dropped nor is too late.
-    pub(super) fn take(&self, now: Instant) -> Option<WaitingRequest> {
+    #[doc(hidden)]
+    pub fn take(&self, now: Instant) -> Option<WaitingRequest> {
         let mut state = self.0.state.lock();
         state.sweep(now);
         state.take()

@@ -61,8 +61,9 @@ struct SharedMailbox {
 }
 
 /// The engine's end of a stream. If it is dropped before the last event, the request fails.
+#[doc(hidden)]
 #[derive(Debug)]
-pub(super) struct EventSender(Arc<SharedMailbox>);
+pub struct EventSender(Arc<SharedMailbox>);
 
 /// What happens to one request. The next pass cancels a request whose stream was dropped.
 ///
@@ -79,7 +80,7 @@ pub(super) fn channel() -> (EventSender, RequestStream) {
 
 impl EventSender {
     /// Sends an event. None comes behind the last one, and none to a stream that was dropped.
-    pub(super) fn send(&self, event: TokenEvent) {
+    pub fn send(&self, event: TokenEvent) {
         let mut mailbox = self.0.mailbox.lock();
         if mailbox.is_ended {
             return;
@@ -97,7 +98,7 @@ impl EventSender {
     }
 
     /// Whether the stream was dropped.
-    pub(super) fn is_abandoned(&self) -> bool {
+    pub fn is_abandoned(&self) -> bool {
         self.0.mailbox.lock().is_abandoned
     }
 }
