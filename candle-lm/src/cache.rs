@@ -332,7 +332,7 @@ pub(crate) fn begin(slots: &mut [Cache], spans: &[SlotTokens]) -> Result<()> {
             (Some(copied), _) => *cache = copied,
             (None, SlotPast::Nothing) => cache.forget(),
             (None, SlotPast::Prefix { tokens, .. }) if *tokens != cache.len => {
-                *cache = cache.prefix(*tokens)?
+                cache.cut_back(*tokens)?;
             }
             (None, SlotPast::Prefix { .. } | SlotPast::All) => {}
         }

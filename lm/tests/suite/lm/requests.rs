@@ -277,7 +277,7 @@ fn random_requests_get_what_they_get_alone_on_every_mesh() {
                 let held = ModelOptions { cp, ep, ..ModelOptions::of(DType::F32) };
                 let options = ServeOptions { held, ..options(slots, chunk) };
                 served(ctx, stages, &ran.files, &options, QueueLimits::default(), |queue| {
-                    let made = ran.client(queue, seed, 40);
+                    let made = ran.client(queue, seed, 30);
                     (made, queue.status())
                 })
             });
