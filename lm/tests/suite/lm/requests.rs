@@ -276,13 +276,17 @@ fn random_requests_get_what_they_get_alone_on_every_mesh() {
             let made = on_ranks(ranks, &case.name, move |ctx| -> anyhow::Result<_> {
                 let held = ModelOptions { cp, ep, ..ModelOptions::of(DType::F32) };
                 let options = ServeOptions { held, ..options(slots, chunk) };
-                served(ctx, stages, &ran.files, &options, QueueLimits::default(), |queue| {
+                let made = served(ctx, stages, &ran.files, &options, QueueLimits::default(), |queue| {
                     let made = ran.client(queue, seed, 30);
                     (made, queue.status())
-                })
+                })?;
+                let computed = ctx.group().all_gather_object(&(made.0.passes, made.0.tokens))?;
+                assert!(
+                    computed.iter().all(|of_rank| *of_rank == computed[0]),
+                    "ranks compute the same passes"
+                );
+                Ok(made)
             });
-            let computed: Vec<usize> = made.iter().map(|(report, _)| report.tokens).collect();
-            assert!(computed.iter().all(|tokens| *tokens == computed[0]), "ranks compute the same passes");
             let (report, Some((counts, status))) = &made[0] else { panic!("rank 0 has a client") };
             all.iter_mut().zip(counts).for_each(|(all, count)| *all += count);
             passes += report.passes;
