@@ -347,6 +347,30 @@ SINKS = {
     ),
 }
 MIXTURES |= SINKS
+# Layers of Mamba 2.
+FACTORS_OF_GRANITE = dict(
+    attention_multiplier=0.25, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0,
+)
+MAMBA = dict(mamba_n_heads=5, mamba_d_head=16, mamba_d_state=6, mamba_expand=2, mamba_n_groups=1, mamba_chunk_size=4)
+DENSE |= {
+    "granite hybrid": (
+        "GraniteMoeHybrid",
+        dict(
+            FACTORS_OF_GRANITE, **MAMBA, hidden_size=40, num_attention_heads=5, num_key_value_heads=5,
+            num_local_experts=0, shared_intermediate_size=44, rms_norm_eps=1e-2,
+            layer_types=["linear_attention", "full_attention"], rope_parameters=dict(FRESH),
+        ),
+    ),
+    "granite hybrid with groups": (
+        "GraniteMoeHybrid",
+        dict(
+            {**MAMBA, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 3, "mamba_d_conv": 3}, **ODD,
+            num_local_experts=0, shared_intermediate_size=28, rms_norm_eps=1e-2, mamba_proj_bias=True,
+            num_hidden_layers=3, layer_types=["full_attention", "linear_attention", "linear_attention"],
+            position_embedding_type="rope", attention_bias=True, tie_word_embeddings=True, rope_parameters=dict(FRESH),
+        ),
+    ),
+}
 
 MIXTURES |= {
     "lfm2 moe": (

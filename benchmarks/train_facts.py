@@ -42,8 +42,29 @@ OF_LFM2 = {
 }
 
 
+# What modules of Granite's hybrids are called in memory.
+OF_GRANITE = {"shared_mlp.input_linear": "mlp.gate_up_proj", "shared_mlp.output_linear": "mlp.down_proj"}
+
+
+def mamba_rows(module, config):
+    """The names and rows of the parts of a projection or a convolution of Mamba 2."""
+    inner = config.mamba_n_heads * config.mamba_d_head
+    groups = config.mamba_n_groups * config.mamba_d_state
+    rows = dict(z=inner, x=inner, b=groups, c=groups, dt=config.mamba_n_heads)
+    return {part: rows[part] for part in ("xbc" if module == "conv1d" else rows)}
+
+
 def parts(name, grad, config):
     """Yields the name in memory and the gradient of each part of a parameter."""
+    if config.model_type == "granitemoehybrid":
+        for module, known in OF_GRANITE.items():
+            name = name.replace(module, known)
+    module, parameter = name.rsplit(".", 2)[-2:]
+    if ".mamba." in name and module in ("in_proj", "conv1d"):
+        rows = mamba_rows(module, config)
+        for part, rows in zip(rows, grad.split(list(rows.values()))):
+            yield name.replace(f"{module}.{parameter}", f"{module}_{part}.{parameter}"), rows
+        return
     if config.model_type.startswith("lfm2"):
         for module, known in OF_LFM2.items():
             name = name.replace(f"{module}.weight", f"{known}.weight")

@@ -76,7 +76,7 @@ impl DeltaNet {
             ])),
         };
         let conv = |part: &str, per_head: usize| {
-            CausalConv::new(width(per_head), heads.taps, &vb.pp(format!("conv1d_{part}")))
+            CausalConv::new(width(per_head), heads.taps, Shard(0), false, &vb.pp(format!("conv1d_{part}")))
         };
         let of_value_heads =
             |name: &str, init: Init| vb.get_in_units(&[width(values)], name, init, Shard(0), false);
@@ -156,9 +156,7 @@ impl DeltaNet {
     fn log_decay(&self, a: &DTensor) -> Result<DTensor> {
         let of_heads = |x: &DTensor| x.to_dtype(DType::F32)?.split_units(0, self.heads.values());
         let time = a.to_dtype(DType::F32)?.add(&of_heads(&self.dt_bias)?)?;
-        // Without overflow: ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|).
-        let softplus = time.relu()?.add(&time.abs()?.neg()?.exp()?.affine(1.0, 1.0)?.log()?)?;
-        softplus.mul(&of_heads(&self.a_log)?.exp()?)?.neg()
+        softplus(&time)?.mul(&of_heads(&self.a_log)?.exp()?)?.neg()
     }
 }
 
@@ -190,4 +188,9 @@ impl DeltaInputs {
             }
         }
     }
+}
+
+/// `ln(1 + e^x)` without overflow: `max(x, 0) + ln(1 + e^-|x|)`.
+pub(crate) fn softplus(x: &DTensor) -> Result<DTensor> {
+    x.relu()?.add(&x.abs()?.neg()?.exp()?.affine(1.0, 1.0)?.log()?)
 }

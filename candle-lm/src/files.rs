@@ -168,7 +168,14 @@ impl Files {
         let tensors = self.config.tensors().into_iter();
         // What files keep in 32 bits beside weights of 16.
         let is_apart = |name: &str| {
-            let apart = [CHOICE_BIAS, ".A_log", ".dt_bias", ".linear_attn.norm.weight"];
+            let apart = [
+                CHOICE_BIAS,
+                ".A_log",
+                ".dt_bias",
+                ".linear_attn.norm.weight",
+                ".mamba.D",
+                ".mamba.norm.weight",
+            ];
             apart.iter().any(|end| name.ends_with(end)) || name.ends_with(&format!(".{ROUTER}.weight"))
         };
         for (name, _) in tensors.filter(|(name, _)| !is_apart(name)) {

@@ -15,6 +15,7 @@ use crate::config::parts::Norms;
 use crate::delta_net::DeltaNet;
 use crate::feed_forward::FeedForward;
 use crate::latent::LatentAttention;
+use crate::mamba::Mamba;
 use crate::norm::Norm;
 use crate::rope::Angles;
 use crate::short_conv::ShortConv;
@@ -26,6 +27,7 @@ enum Mixer {
     Latent(Box<LatentAttention>),
     ShortConv(Box<ShortConv>),
     DeltaNet(Box<DeltaNet>),
+    Mamba(Box<Mamba>),
 }
 
 impl Mixer {
@@ -46,6 +48,7 @@ impl Mixer {
             MixerKind::DeltaNet(heads) => {
                 Self::DeltaNet(Box::new(DeltaNet::new(config, heads, &vb.pp("linear_attn"))?))
             }
+            MixerKind::Mamba(heads) => Self::Mamba(Box::new(Mamba::new(config, heads, &vb.pp("mamba"))?)),
             MixerKind::ShortConv { taps } => {
                 Self::ShortConv(Box::new(ShortConv::new(config, taps, &vb.pp("conv"))?))
             }
@@ -59,6 +62,7 @@ impl Mixer {
             Self::Latent(attention) => attention.forward(x, angles, turns),
             Self::ShortConv(conv) => conv.forward(x, angles.documents(), turns),
             Self::DeltaNet(delta) => delta.forward(x, angles.documents(), turns),
+            Self::Mamba(mamba) => mamba.forward(x, angles.documents(), turns),
         }
     }
 }

@@ -8,6 +8,8 @@ use candle_shard::kernels::QuantizedMatrix;
 use candle_shard::nn::Heads;
 
 use crate::config::Config;
+use crate::config::mamba::MambaHeads;
+use crate::config::mixers::MixerKind;
 use crate::config::tensors::{CHOICE_BIAS, EXPERT_BIASES, EXPERTS};
 use crate::engine::ModelOptions;
 use crate::files::Files;
@@ -41,7 +43,7 @@ pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp
     let attention = (0..config.num_hidden_layers).filter(|&layer| !config.parts.mixer(layer).is_recurrent());
     let tokens: usize = attention.map(kept).fold(0, usize::saturating_add);
     let keys = [tokens, of_token, dtype.size_in_bytes()].into_iter().fold(1, usize::saturating_mul);
-    keys.saturating_add(config.state_bytes()).saturating_mul(texts)
+    keys.saturating_add(config.state_bytes(tp)).saturating_mul(texts)
 }
 
 /// The matrices that each rank has whole.
@@ -81,6 +83,13 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
         };
         let module = name.rsplit('.').nth(1).unwrap_or_default();
         let copies = match shape.len() {
+            _ if let Some((heads, tensor)) = of_mamba(config, &name) => {
+                if heads.is_whole(tensor) {
+                    tp
+                } else {
+                    1
+                }
+            }
             3 => 1,
             _ if WHOLE.contains(&module) || name.ends_with(EXPERT_BIASES[2]) => tp,
             _ if shares_keys && ["k_proj", "v_proj"].contains(&module) => tp,
@@ -99,6 +108,15 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
         all = all.saturating_add(bytes.saturating_mul(copies).saturating_mul(replicas));
     }
     Ok(all)
+}
+
+/// The heads and the tensor of a layer of Mamba 2.
+fn of_mamba<'a>(config: &Config, name: &'a str) -> Option<(MambaHeads, &'a str)> {
+    let (layer, tensor) = name.strip_prefix("model.layers.")?.split_once(".mamba.")?;
+    match config.parts.mixer(layer.parse().ok()?) {
+        MixerKind::Mamba(heads) => Some((heads, tensor)),
+        _ => None,
+    }
 }
 
 /// Returns the blocks in which ranks hold a weight, if they hold it as it is stored. Layers hold floats if only some of the

@@ -17,7 +17,7 @@ use crate::layer::DecoderLayer;
 use crate::norm::Norm;
 use crate::projection::{Projection, TokenTable};
 use crate::rope::Angles;
-use crate::step::{DecodeStep, SlotTokens, last_rows};
+use crate::step::{DecodeStep, SlotPast, SlotTokens, wanted_rows};
 
 /// A decoder of any family.
 #[derive(Debug)]
@@ -46,6 +46,10 @@ enum WeightCut {
 const LATENT: [[&str; 2]; 2] =
     [["self_attn.q_b_proj", "self_attn.kv_b_proj"], ["self_attn.q_proj", "self_attn.kv_b_proj"]];
 
+/// The inputs of a layer of Mamba 2 that are cut: last those of groups, if there are several.
+const MAMBA: [&str; 5] =
+    ["mamba.in_proj_z", "mamba.in_proj_x", "mamba.in_proj_dt", "mamba.in_proj_b", "mamba.in_proj_c"];
+
 /// The modules that are cut outside of layers, and the feed-forward layers.
 const PLAN: [(&str, WeightCut); 5] = [
     ("model.embed_tokens", WeightCut::Rows),
@@ -66,6 +70,9 @@ fn cut_modules(mixer: MixerKind, latent: Option<LatentWidths>) -> (&'static [&'s
             (&LATENT[usize::from(query.is_none())], "self_attn.o_proj")
         }
         MixerKind::Attention => (&["self_attn"], "self_attn.o_proj"),
+        MixerKind::Mamba(heads) => {
+            (if heads.has_one_group() { &MAMBA[..3] } else { &MAMBA }, "mamba.out_proj")
+        }
         MixerKind::ShortConv { .. } => (&["conv.b_proj", "conv.c_proj", "conv.x_proj"], "conv.out_proj"),
         MixerKind::DeltaNet(DeltaHeads { by_key_head: true, .. }) => {
             (&["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"], "linear_attn.out_proj")
@@ -169,14 +176,14 @@ impl Decoder {
         self.logits(&self.after(tokens, cache)?)
     }
 
-    /// The logits `[texts, vocabulary]` of what follows the new tokens of each text of a step.
+    /// The logits `[rows, vocabulary]` of what follows the new tokens of texts, for the [rows](DecodeStep::rows) of a step.
     ///
     /// # Errors
     /// If a slot has no room for the tokens, or a text has none.
     pub fn step(&self, step: &DecodeStep, slots: &mut [Cache]) -> Result<Tensor> {
         let tokens = self.everywhere(&step.tokens(self.device())?)?;
         let h = self.hidden(&tokens, Some((slots, step.spans())))?;
-        Ok(self.logits(&last_rows(&h, step.spans())?)?.squeeze(0)?)
+        Ok(self.logits(&wanted_rows(&h, step.spans())?)?.squeeze(0)?)
     }
 
     /// The sum of the losses of `targets` `[1, last]`, which follow the last of `tokens` `[1, tokens]`.
@@ -213,7 +220,7 @@ impl Decoder {
     /// The hidden states of tokens behind those in a cache.
     fn after(&self, tokens: &Tensor, cache: &mut Cache) -> Result<DTensor> {
         let count = tokens.dims().get(1).copied().unwrap_or(0);
-        let span = SlotTokens { slot: 0, tokens: count, is_first: false };
+        let span = SlotTokens { slot: 0, tokens: count, past: SlotPast::All, rows: count };
         self.hidden(&self.everywhere(tokens)?, Some((std::slice::from_mut(cache), &[span])))
     }
 

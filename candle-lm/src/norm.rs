@@ -56,7 +56,13 @@ impl Norm {
         let &[_, heads, _, dim] = x.dims() else { return x.rms_norm(&self.weight, self.eps) };
         let stored = self.weight.dims()[0] / dim;
         let weight = self.weight.reshape((stored, 1, dim))?.broadcast_as((stored, heads / stored, dim))?;
-        let mean = x.sqr()?.sum_keepdim(&[1usize, 3][..])?.affine(1.0 / (heads * dim) as f64, self.eps)?;
-        x.div(&mean.sqrt()?)?.mul(&weight.reshape((heads, 1, dim))?)
+        over_dims(x, &[1, 3], self.eps)?.mul(&weight.reshape((heads, 1, dim))?)
     }
+}
+
+/// What is divided by the root of the mean of its squares over some dims, of which each rank may have a part.
+pub(crate) fn over_dims(x: &DTensor, dims: &[usize], eps: f64) -> Result<DTensor> {
+    let count: usize = dims.iter().map(|&dim| x.dims()[dim]).product();
+    let mean = x.sqr()?.sum_keepdim(dims)?.affine(1.0 / count as f64, eps)?;
+    x.div(&mean.sqrt()?)
 }

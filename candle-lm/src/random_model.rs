@@ -130,7 +130,9 @@ fn weights(
                 let spread = Distribution::Uniform { lo: 0.0, up: 16f64.ln() };
                 sample_full(Stream::new(seed, &name), spread, &[width], dtype, &Device::Cpu)?
             }
-            [width] if name.contains(".linear_attn.") => Tensor::ones(width, dtype, &Device::Cpu)?,
+            [width] if name.contains(".linear_attn.") || name.ends_with(".dt_bias") => {
+                Tensor::ones(width, dtype, &Device::Cpu)?
+            }
             [heads] if name.ends_with(".sinks") => {
                 let spread = Distribution::Normal { mean: 0.0, stdev: deviation(config.hidden_size) };
                 sample_full(Stream::new(seed, &name), spread, &[heads], dtype, &Device::Cpu)?

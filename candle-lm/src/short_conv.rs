@@ -2,7 +2,7 @@
 
 use candle_shard::nn::{Init, MeshVarBuilder, Width};
 use candle_shard::random::Distribution;
-use candle_shard::{DTensor, Documents, Result, Shard};
+use candle_shard::{DTensor, Documents, Placement, Result, Shard};
 
 use crate::cache::{self, LayerTokens};
 use crate::config::Config;
@@ -28,7 +28,7 @@ impl ShortConv {
             b: input("b_proj")?,
             c: input("c_proj")?,
             x: input("x_proj")?,
-            conv: CausalConv::new(channels, taps, &vb.pp("conv"))?,
+            conv: CausalConv::new(channels, taps, Shard(0), false, &vb.pp("conv"))?,
             out: Projection::new(channels, hidden, false, &vb.pp("out_proj"))?,
         })
     }
@@ -57,16 +57,28 @@ impl ShortConv {
 pub(crate) struct CausalConv {
     /// `[channels, 1, taps]`, as files have it.
     weight: DTensor,
+    bias: Option<DTensor>,
     taps: usize,
 }
 
 impl CausalConv {
-    /// The convolution at the builder's path, cut as `channels` are.
-    pub(crate) fn new(channels: Width, taps: usize, vb: &MeshVarBuilder) -> Result<Self> {
+    /// The convolution at the builder's path; where its channels are `cut`, it is as they are.
+    pub(crate) fn new(
+        channels: Width,
+        taps: usize,
+        cut: Placement,
+        has_bias: bool,
+        vb: &MeshVarBuilder,
+    ) -> Result<Self> {
         let bound = 1.0 / (taps.max(1) as f64).sqrt();
         let init = Init::Random(Distribution::Uniform { lo: -bound, up: bound });
         let dims = [channels, 1.into(), taps.into()];
-        Ok(Self { weight: vb.get_in_units(&dims, "weight", init, Shard(0), false)?, taps })
+        let bias = has_bias.then(|| vb.get_in_units(&[channels], "bias", Init::Const(0.0), cut, false));
+        Ok(Self {
+            weight: vb.get_in_units(&dims, "weight", init, cut, false)?,
+            bias: bias.transpose()?,
+            taps,
+        })
     }
 
     /// Whole sequences `[batch, tokens, channels]`, which begin with nothing before them.
@@ -87,6 +99,7 @@ impl CausalConv {
     }
 
     fn of(&self, x: &DTensor, documents: Option<&Documents>) -> Result<DTensor> {
-        x.short_conv(&self.weight.squeeze(1)?, documents)
+        let made = x.short_conv(&self.weight.squeeze(1)?, documents)?;
+        self.bias.as_ref().map_or(Ok(made.clone()), |bias| made.add(bias))
     }
 }

@@ -58,7 +58,7 @@ pub fn modules(config: &Config) -> Vec<LayerModule> {
         let Some(columns) = modules.iter().find(|one| is_part(one)).map(|one| one.shape[1]) else { continue };
         modules.retain(|one| !is_part(one));
         let rows = parts.iter().map(|(_, rows)| rows).sum();
-        let (path, kind) = (module(&name), ModuleKind::Linear);
+        let (path, kind) = (module(&config.stored_name(&name)), ModuleKind::Linear);
         modules.push(LayerModule { path, kind, shape: [rows, columns], parts, has_bias: false });
     }
     modules

@@ -3,8 +3,10 @@
 //! A field that nobody reads may stand for something that the model computes. So each is known here, or says what switches something off,
 //! or the model is refused. `unknown.rs` decides about those that are not known.
 
+use std::borrow::Cow;
+
 use anyhow::{Context, Result, bail, ensure};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::families::{Family, families, refusal};
 use super::unknown::{UnknownFields, is_full_attention};
@@ -319,6 +321,35 @@ impl Fields {
         };
         self.get(name).map_or(Ok(absent), switch)
     }
+}
+
+/// A config in which numbers that JSON does not have are written as newer versions of transformers write them. Older ones write the words
+/// of Python.
+pub(super) fn without_infinity(text: &str) -> Cow<'_, str> {
+    if !text.contains("Infinity") {
+        return text.into();
+    }
+    let (mut made, mut is_text, mut rest) = (String::with_capacity(text.len() + 64), false, text);
+    while let Some(one) = rest.chars().next() {
+        let word = ["-Infinity", "Infinity"].into_iter().find(|word| !is_text && rest.starts_with(word));
+        match word {
+            Some(word) => {
+                made.push_str(&json!({ "__float__": word }).to_string());
+                rest = &rest[word.len()..];
+            }
+            None => {
+                // What a backslash protects ends no text.
+                let len = match one {
+                    '\\' if is_text => 1 + rest.chars().nth(1).map_or(0, char::len_utf8),
+                    _ => one.len_utf8(),
+                };
+                is_text ^= one == '"';
+                made.push_str(&rest[..len]);
+                rest = &rest[len..];
+            }
+        }
+    }
+    made.into()
 }
 
 /// A number that is finite and more than 0.

@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::Config;
 use super::fields::{Fields, shortened};
+use super::mamba::MambaHeads;
 
 /// What mixes the tokens of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,6 +19,8 @@ pub enum MixerKind {
     },
     /// The gated delta rule, whose state is a matrix for each value head and the last inputs of convolutions.
     DeltaNet(DeltaHeads),
+    /// Mamba 2, whose state is a matrix for each head and the last inputs of convolutions.
+    Mamba(MambaHeads),
 }
 
 /// The heads of a layer with the gated delta rule.
@@ -62,10 +65,11 @@ impl MixerKind {
         self != Self::Attention
     }
 
-    /// The numbers of the state of a text in 32 bits, in a model of this width.
-    pub fn state_size(self, hidden: usize) -> usize {
+    /// The numbers of the state of a text in 32 bits, in a model of this width, on all `tp` ranks together.
+    pub fn state_size(self, hidden: usize, tp: usize) -> usize {
         match self {
             Self::Attention => 0,
+            Self::Mamba(heads) => heads.state_size(tp),
             Self::ShortConv { taps } => hidden.saturating_mul(taps.saturating_sub(1)),
             Self::DeltaNet(heads) => {
                 let [keys, values] = heads.channels();
@@ -83,9 +87,9 @@ impl Config {
         self.parts.mixers.iter().any(|mixer| mixer.is_recurrent())
     }
 
-    /// The bytes of the states of a text in all layers.
-    pub fn state_bytes(&self) -> usize {
-        let of_layer = |mixer: &MixerKind| mixer.state_size(self.hidden_size).saturating_mul(4);
+    /// The bytes of the states of a text in all layers, on all `tp` ranks together.
+    pub fn state_bytes(&self, tp: usize) -> usize {
+        let of_layer = |mixer: &MixerKind| mixer.state_size(self.hidden_size, tp).saturating_mul(4);
         self.parts.mixers.iter().map(of_layer).fold(0, usize::saturating_add)
     }
 

@@ -4,6 +4,7 @@ pub mod experts;
 mod families;
 mod fields;
 mod generation;
+pub mod mamba;
 pub mod mixers;
 pub mod parts;
 mod rope;
@@ -137,8 +138,8 @@ impl Config {
     pub fn read(folder: &Path, ignored: &[String]) -> Result<Self> {
         let path = folder.join("config.json");
         let parsed = || {
-            let fields = serde_json::from_str(&regular::read_text(&path, regular::CONFIG)?)?;
-            Self::from_fields(fields, ignored)
+            let text = regular::read_text(&path, regular::CONFIG)?;
+            Self::from_fields(serde_json::from_str(&fields::without_infinity(&text))?, ignored)
         };
         parsed().with_context(|| format!("{}", path.display()))
     }
@@ -148,7 +149,7 @@ impl Config {
     /// # Errors
     /// If it is of another kind of model, lacks something, or says something that is not known: the field is named.
     pub fn parse(text: &str) -> Result<Self> {
-        Self::from_fields(serde_json::from_str(text)?, &[])
+        Self::from_fields(serde_json::from_str(&fields::without_infinity(text))?, &[])
     }
 
     /// Reads the fields of a config, and checks that all but those `ignored` are known, or change nothing.

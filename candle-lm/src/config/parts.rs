@@ -109,7 +109,7 @@ pub const FUSED_QKV: &str = "self_attn.qkv_proj";
 /// Gate and up in one.
 pub const FUSED_GATE: &str = "mlp.gate_up_proj";
 /// Gate and up in one, of the network that all tokens use beside their experts.
-pub const FUSED_SHARED: &str = "shared_mlp.input_linear";
+pub const FUSED_SHARED: &str = "mlp.shared_experts.gate_up_proj";
 
 /// Modules by their paths within a layer, or outside of layers, and what files call them.
 pub type ModuleNames = [(&'static str, &'static str)];

@@ -78,6 +78,10 @@ impl Config {
         let mut tensors = match self.parts.mixer(layer) {
             MixerKind::Attention => self.of_attention(&named),
             MixerKind::DeltaNet(heads) => self.of_delta(heads, layer, &named),
+            MixerKind::Mamba(heads) => {
+                let of_layer = |(name, shape)| (format!("model.layers.{layer}.{name}"), shape);
+                heads.tensors(hidden).into_iter().map(of_layer).collect()
+            }
             MixerKind::ShortConv { taps } => {
                 let inputs = ["b_proj", "c_proj", "x_proj"];
                 let linear = inputs.into_iter().chain(["out_proj"]);
@@ -241,6 +245,13 @@ impl Config {
             let name = |name: &str| format!("model.layers.{layer}.{name}.weight");
             match mixer {
                 MixerKind::Attention => Vec::new(),
+                MixerKind::Mamba(heads) => {
+                    let at = |name: String| format!("model.layers.{layer}.{name}");
+                    let all = |(name, parts): (String, Vec<(String, usize)>)| {
+                        (at(name), parts.into_iter().map(|(part, rows)| (at(part), rows)).collect())
+                    };
+                    heads.fused().into_iter().map(all).collect()
+                }
                 MixerKind::ShortConv { .. } => {
                     let parts =
                         ["b", "c", "x"].map(|part| (name(&format!("conv.{part}_proj")), self.hidden_size));
@@ -354,14 +365,15 @@ impl Config {
             }
         }
         for (name, parts) in self.fused() {
-            let is_part = |tensor: &NamedShape| parts.iter().any(|(part, _)| *part == tensor.0);
+            let is_part =
+                |tensor: &NamedShape| parts.iter().any(|(part, _)| self.stored_name(part) == tensor.0);
             let found = tensors.iter().find(|tensor| is_part(tensor));
             let mut shape = found.map_or_else(Vec::new, |(_, shape)| shape.clone());
             if let Some(rows) = shape.first_mut() {
                 *rows = parts.iter().map(|(_, rows)| rows).sum();
             }
             tensors.retain(|tensor| !is_part(tensor));
-            tensors.push((name, shape));
+            tensors.push((self.stored_name(&name), shape));
         }
         for ExpertStack { name, shape, parts, .. } in self.stacks() {
             tensors.retain(|(tensor, _)| !parts.contains(tensor));

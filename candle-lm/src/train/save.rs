@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use candle_dist::{DeviceMesh, ProcessGroup};
-use candle_shard::{DTensor, Placements, Shard, Weights};
+use candle_shard::{DTensor, Placements, Replicate, Shard, Weights};
 
 use super::folder::SaveFolder;
 use super::resume::{OPTIMIZER, STATE};
@@ -99,7 +99,9 @@ fn fused(config: &Config, tensors: Vec<(String, DTensor)>) -> Result<Vec<(String
         // Those of other stages are not here.
         let parts: Vec<DTensor> = parts.iter().filter_map(|(part, _)| tensors.remove(part)).collect();
         let Some(first) = parts.first() else { continue };
-        let columns = Placements::from_elem(Shard(1), first.mesh().ndim());
+        // The parts of a vector are short.
+        let cut = if first.dims().len() > 1 { Shard(1) } else { Replicate };
+        let columns = Placements::from_elem(cut, first.mesh().ndim());
         let laid = parts.iter().map(|part| part.detach().redistribute(&columns));
         let parts: Vec<DTensor> = laid.collect::<candle_shard::Result<_>>()?;
         tensors.insert(name, DTensor::cat(&parts, 0)?);

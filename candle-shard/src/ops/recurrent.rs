@@ -1,9 +1,9 @@
-//! Layers that keep a state of a sequence: short convolutions, and the gated delta rule.
+//! Layers that keep a state of a sequence: short convolutions, the gated delta rule, and the scan of Mamba 2.
 use super::attention::Documents;
 use crate::layout::{Placement, Replicate, Shard, Spec};
 use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result, kernels};
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use smallvec::smallvec;
 use std::sync::Arc;
 
@@ -11,6 +11,9 @@ const SUM: Placement = Placement::PARTIAL_SUM;
 
 /// The dim of channels in `[batch, tokens, channels]`, and of heads in `[batch, tokens, heads, ..]`.
 const CHANNELS: usize = 2;
+
+/// The dim of the heads of a group in `[batch, tokens, groups, heads, ..]`.
+const HEADS: usize = 3;
 
 impl DTensor {
     /// The causal convolution of each channel of `[batch, tokens + taps - 1, channels]` with its own row of `[channels, taps]`: `[batch,
@@ -97,10 +100,7 @@ impl DTensor {
     ) -> Result<[Self; 2]> {
         const OP: &str = "gated_delta_rule";
         let inputs = [self, key, value, beta, g];
-        let wide = match self.dtype() {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
-        };
+        let wide = wide(self.dtype());
         let refuse = || {
             let specs: Vec<String> = inputs.into_iter().chain(state).map(|x| x.spec().to_string()).collect();
             let want = "expected a query and a key [batch, tokens, heads, key], a value [batch, tokens, heads, values · width], beta and \
@@ -143,6 +143,100 @@ impl DTensor {
         })?;
         let state = made.remove(1);
         Ok([made.remove(0), state])
+    }
+
+    /// The scan of Mamba 2: a state that each token decays by `e^g`, writes as the product of `b` and its input `x`, and reads with `c`.
+    ///
+    /// `c` (`self`) and `b` are `[batch, tokens, groups, state]`, `x` is `[batch, tokens, groups, heads, width]`, and `g` is `[batch, tokens,
+    /// groups, heads]`: each group has so many heads. Returns the results, in the shape of `x`, and the states behind the last token
+    /// `[batch, state, groups, heads, width]`, in f32 for 16-bit floats. They begin as `first`, with that dtype, or as zeros; states have
+    /// no gradient. With `documents`, the first token of each document begins with zeros. The batch, the groups, or the heads of groups
+    /// may be sharded, with shards of any sizes; in the last case all ranks have `c` and `b`. Nothing is sent. The kernel is
+    /// [`kernels::state_space_scan`], which has the formulas.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_dist::World;
+    /// use candle_shard::{DTensor, Replicate, Result, Shard};
+    ///
+    /// World::threads(2).run(|ctx| -> Result<()> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     let of = |values: &[f32], shape: &[usize], placement| {
+    ///         DTensor::distribute(&Tensor::from_slice(values, shape, &Device::Cpu)?, &mesh, &[placement])
+    ///     };
+    ///     let one = of(&[1., 1.], &[1, 2, 1, 1], Replicate)?; // two tokens write and read one number
+    ///     let x = of(&[1., 10., 2., 20.], &[1, 2, 1, 2, 1], Shard(3))?; // each rank has one of two heads
+    ///     let g = of(&[0., 0., 0.5f32.ln(), 0.], &[1, 2, 1, 2], Shard(3))?;
+    ///     let [y, _] = one.state_space_scan([&one, &x], &g, None, None)?;
+    ///     assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [1., 10., 2.5, 30.]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If shapes or dtypes do not agree, or the documents do not fit the tokens.
+    #[track_caller]
+    pub fn state_space_scan(
+        &self,
+        [b, x]: [&Self; 2],
+        g: &Self,
+        first: Option<&Self>,
+        documents: Option<&Documents>,
+    ) -> Result<[Self; 2]> {
+        const OP: &str = "state_space_scan";
+        let inputs = [self, b, x, g];
+        let wide = wide(self.dtype());
+        let refuse = || {
+            let specs: Vec<String> = inputs.into_iter().chain(first).map(|x| x.spec().to_string()).collect();
+            let want = "expected c and b [batch, tokens, groups, state], x [batch, tokens, groups, heads, width], g [batch, tokens, \
+                        groups, heads], and perhaps states";
+            let want = format!("{want} [batch, state, groups, heads, width] of {}", wide.as_str());
+            Error::op(OP, format!("{}: {want}", specs.join(", ")))
+        };
+        let (&[batch, tokens, groups, size], &[.., heads, width]) = (self.dims(), x.dims()) else {
+            return refuse();
+        };
+        let kept = [batch, size, groups, heads, width];
+        let fits = b.dims() == self.dims()
+            && x.dims() == [batch, tokens, groups, heads, width]
+            && g.dims() == [batch, tokens, groups, heads]
+            && inputs.iter().all(|x| x.dtype() == self.dtype())
+            && first.is_none_or(|state| state.dims() == kept && state.dtype() == wide);
+        if !fits {
+            return refuse();
+        }
+        if let Some(documents) = documents {
+            documents.check(OP, batch, tokens)?;
+        }
+        let inputs: smallvec::SmallVec<[&Self; 6]> = inputs.into_iter().chain(first).collect();
+        let signature = || {
+            self.check_float(OP)?;
+            let all = |at| ShardingRule { out: Shard(at), ins: inputs.iter().map(|_| Shard(at)).collect() };
+            let mut of_heads = all(HEADS);
+            (of_heads.ins[0], of_heads.ins[1]) = (Replicate, Replicate);
+            let rows = ShardingRules::from_iter([all(0), all(CHANNELS), of_heads]);
+            Ok(Signature::new(rows, x.dims(), self.dtype()).and(&kept, wide))
+        };
+        let mut made = rules::run_all(OP, &[], &inputs, &signature, &|x, outs| {
+            let history = history(documents, &outs[0]);
+            let joined = |x: &DTensor| x.to_local().flatten_from(HEADS);
+            let state = x.get(4).map(joined).transpose()?;
+            let cbx = [x[0].to_local(), x[1].to_local(), &joined(&x[2])?];
+            let (made, state) = kernels::state_space_scan(cbx, x[3].to_local(), state.as_ref(), history)?;
+            let apart = |made: Tensor, at: usize| made.reshape(&outs[at].local_shape()[..]);
+            Ok(smallvec![apart(made, 0)?, apart(state, 1)?])
+        })?;
+        let state = made.remove(1);
+        Ok([made.remove(0), state])
+    }
+}
+
+/// What sums over tokens have, for inputs of a dtype.
+fn wide(dtype: DType) -> DType {
+    match dtype {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
     }
 }
 

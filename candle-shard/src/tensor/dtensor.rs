@@ -38,7 +38,7 @@ use std::sync::{Arc, Mutex};
 /// | `reshape`, `flatten`, `split_units`, `pixel_shuffle`, `pixel_unshuffle` | dims whose shards end on rows of the new shape |
 /// | `cat`, `stack`, `repeat`, `roll`, `flip`, `pad_with_same`, `replication_pad2d` | other dims than the one that changes |
 /// | `conv1d`, `conv2d`, `conv_transpose1d`, `conv_transpose2d` | batch or output channels; sharded input channels give partial sums |
-/// | `short_conv`, `gated_delta_rule` | batch, and channels or heads |
+/// | `short_conv`, `gated_delta_rule`, `state_space_scan` | batch, and channels, groups or heads |
 /// | `max_pool2d`, `avg_pool2d`, `upsample_nearest1d`, `upsample_nearest2d`, `upsample_bilinear2d` | batch and channels |
 /// | `group_norm` | batch, and whole groups of channels |
 /// | `cross_entropy`, `mse_loss`, `l1_loss`, `huber_loss`, `bce_with_logits_loss` | all dims, the classes too |

@@ -248,3 +248,22 @@ pub(crate) fn gated_delta_rule(x: &[Tensor], first: Option<&Tensor>) -> Result<[
     }
     Ok([Tensor::stack(&made, 1)?, state])
 }
+
+/// The scan of Mamba 2 of `[c, b, x, g]`, token by token: the results, and the last states `[batch, groups, heads, state, width]`.
+pub(crate) fn state_space_scan(x: &[Tensor], first: Option<&Tensor>) -> Result<[Tensor; 2]> {
+    let ((batch, tokens, groups, size), (.., heads, width)) = (x[0].dims4()?, x[2].dims5()?);
+    let mut state = match first {
+        Some(first) => first.clone(),
+        None => Tensor::zeros((batch, groups, heads, size, width), x[0].dtype(), &Cpu)?,
+    };
+    let mut made = Vec::new();
+    for token in 0..tokens {
+        let at = |x: &Tensor| x.narrow(1, token, 1)?.squeeze(1);
+        let column = |x: &Tensor| at(x)?.reshape((batch, groups, 1, size, 1));
+        let decay = at(&x[3])?.reshape((batch, groups, heads, 1, 1))?.exp()?;
+        let written = column(&x[1])?.broadcast_mul(&at(&x[2])?.unsqueeze(3)?)?;
+        state = (state.broadcast_mul(&decay)? + written)?;
+        made.push(state.broadcast_mul(&column(&x[0])?)?.sum(3)?);
+    }
+    Ok([Tensor::stack(&made, 1)?, state])
+}

@@ -103,11 +103,7 @@ const OTHER_NAMES: [(&str, &str); 3] = [
 /// # Errors
 /// If a width is no number, or the list of layers with attention is none.
 pub(super) fn plain(mut fields: Map<String, Value>) -> Result<Map<String, Value>> {
-    let kind = fields.get("model_type").and_then(Value::as_str).unwrap_or_default();
-    if !["lfm2", MIXTURE].contains(&kind) {
-        return Ok(fields);
-    }
-    let is_mixture = kind == MIXTURE;
+    let is_mixture = fields.get("model_type") == Some(&json!(MIXTURE));
     for (name, common) in OTHER_NAMES {
         if let Some(value) = fields.remove(name).filter(|value| !value.is_null()) {
             fields.insert(common.into(), value);

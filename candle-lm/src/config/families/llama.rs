@@ -1,18 +1,18 @@
 //! Llama, and the families that differ from it in a few parts.
 
-use anyhow::{Context, Result};
+use anyhow::Context;
 use serde_json::Value;
 
 use super::{Family, FamilyDefaults, PLAIN, biased, full};
 use crate::config::experts::{self, Experts};
 use crate::config::fields::FieldRule::{self, Only, Used};
 use crate::config::fields::Plain::{False, Null, One, Text};
-use crate::config::fields::{Fields, joined, shortened};
-use crate::config::parts::{FUSED_GATE, FUSED_QKV, FUSED_SHARED, Parts, QkNorm};
+use crate::config::fields::{joined, shortened};
+use crate::config::parts::{FUSED_GATE, FUSED_QKV, Parts, QkNorm};
 use crate::config::rope;
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 10] = [
+pub(super) static FAMILIES: [Family; 7] = [
     Family {
         model_type: "llama",
         architecture: "LlamaForCausalLM",
@@ -113,72 +113,7 @@ pub(super) static FAMILIES: [Family; 10] = [
             })
         },
     },
-    Family {
-        model_type: "granite",
-        architecture: "GraniteForCausalLM",
-        fields: &[
-            ("attention_bias", Used),
-            ("attention_multiplier", Used),
-            ("embedding_multiplier", Used),
-            ("logits_scaling", Used),
-            ("mlp_bias", Used),
-            ("residual_multiplier", Used),
-        ],
-        absent: PLAIN,
-        parts: granite,
-    },
-    Family {
-        model_type: "granitemoe",
-        architecture: "GraniteMoeForCausalLM",
-        fields: &GRANITE_MOE,
-        absent: PLAIN,
-        parts: granite_moe,
-    },
-    // The same model beside a network for all tokens.
-    Family {
-        model_type: "granitemoeshared",
-        architecture: "GraniteMoeSharedForCausalLM",
-        fields: &GRANITE_MOE_SHARED,
-        absent: PLAIN,
-        parts: |fields, layers| {
-            let parts = granite_moe(fields, layers)?;
-            let is_shared = parts.experts.as_ref().is_some_and(|experts| experts.shared > 0);
-            let fused: &[&str] = if is_shared { &[FUSED_SHARED] } else { &[] };
-            Ok(Parts { fused, names: &[SHARED_DOWN], ..parts })
-        },
-    },
 ];
-
-/// What files of Granite call the last layer of the network that all tokens use.
-const SHARED_DOWN: (&str, &str) = ("mlp.shared_experts.down_proj", "shared_mlp.output_linear");
-
-const GRANITE_MOE: [(&str, FieldRule); 9] = joined(
-    experts::ROUTER,
-    [
-        ("attention_bias", Used),
-        ("attention_multiplier", Used),
-        ("embedding_multiplier", Used),
-        ("logits_scaling", Used),
-        ("residual_multiplier", Used),
-    ],
-);
-
-const GRANITE_MOE_SHARED: [(&str, FieldRule); 10] = joined(GRANITE_MOE, [("shared_intermediate_size", Used)]);
-
-fn granite(fields: &Fields, layers: usize) -> Result<Parts> {
-    let factor = |name| Ok::<_, anyhow::Error>(fields.optional_positive(name)?.unwrap_or(1.0));
-    Ok(Parts {
-        scores_scale: Some(factor("attention_multiplier")?),
-        embedding_scale: factor("embedding_multiplier")?,
-        branch_scale: factor("residual_multiplier")?,
-        logits_divisor: factor("logits_scaling")?,
-        ..biased(fields, layers)?
-    })
-}
-
-fn granite_moe(fields: &Fields, layers: usize) -> Result<Parts> {
-    Ok(Parts { experts: Some(Experts::granite(fields)?), ..granite(fields, layers)? })
-}
 
 const OLMOE: [(&str, FieldRule); 8] = joined(
     experts::ROUTER,

@@ -4,6 +4,7 @@ mod cohere;
 mod deepseek;
 mod gemma;
 mod glm;
+mod granite;
 mod lfm2;
 mod llama;
 mod minimax;
@@ -96,6 +97,7 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
         &gemma::FAMILIES,
         &olmo::FAMILIES,
         &glm::FAMILIES,
+        &granite::FAMILIES,
         &cohere::FAMILIES,
         &deepseek::FAMILIES,
         &minimax::FAMILIES,
@@ -107,12 +109,17 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
     makers.into_iter().flatten()
 }
 
-/// The fields of a config, under the names of all families, and with what some have without a field.
+/// The fields of a config, where a family has other names for them or computes some of others.
 ///
 /// # Errors
-/// If a field is not what it should be; it is named.
+/// If a field says something that is not known.
 pub(in crate::config) fn plain(fields: Map<String, Value>) -> Result<Map<String, Value>> {
-    lfm2::plain(openai::plain(fields))
+    match fields.get("model_type").and_then(Value::as_str) {
+        Some("granitemoehybrid") => granite::plain(fields),
+        Some("lfm2" | "lfm2_moe") => lfm2::plain(fields),
+        Some("gpt_oss") => Ok(openai::plain(fields)),
+        _ => Ok(fields),
+    }
 }
 
 /// Why a kind of model is not supported, if that is known.

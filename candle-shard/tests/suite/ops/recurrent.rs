@@ -4,7 +4,7 @@ use crate::ops::sweep::{Case, Input, Kind::Float, sweep, sweep_in};
 use crate::plain;
 use candle_core::{DType, Device::Cpu, Tensor};
 use candle_dist::comm;
-use candle_shard::{DTensor, Documents, Replicate, Result, Shard, Spec};
+use candle_shard::{DTensor, Documents, Placement, Replicate, Result, Shard, Spec};
 use test_utils::on_ranks;
 
 #[test]
@@ -81,7 +81,16 @@ fn documents_see_themselves_alone() {
         },
         |x| apart(x, |x| plain::gated_delta_rule(x, None).map(|[made, _]| made)),
     );
-    sweep("documents", vec![conv, delta]);
+    let scan = Case::new(
+        "state_space_scan of documents",
+        &[(&[2, 5, 2, 4], Float), (&[2, 5, 2, 4], Float), (&[2, 5, 2, 3, 2], Float), (&[2, 5, 2, 3], Float)],
+        |x| {
+            let [made, _] = x[0].state_space_scan([&x[1], &x[2]], &x[3], None, Some(&documents().0))?;
+            Ok(made)
+        },
+        |x| apart(x, |x| plain::state_space_scan(x, None).map(|[made, _]| made)),
+    );
+    sweep("documents", vec![conv, delta, scan]);
 }
 
 const DELTA: [[&[usize]; 5]; 6] = [
@@ -114,8 +123,37 @@ fn gated_delta_rules() {
     sweep("gated_delta_rule", cases);
 }
 
+const STATE_SPACE: [[&[usize]; 4]; 7] = [
+    [&[2, 5, 4, 3], &[2, 5, 4, 3], &[2, 5, 4, 2, 3], &[2, 5, 4, 2]],
+    [&[2, 4, 1, 3], &[2, 4, 1, 3], &[2, 4, 1, 5, 2], &[2, 4, 1, 5]],
+    [&[1, 11, 3, 2], &[1, 11, 3, 2], &[1, 11, 3, 4, 1], &[1, 11, 3, 4]],
+    [&[1, 1, 1, 4], &[1, 1, 1, 4], &[1, 1, 1, 1, 2], &[1, 1, 1, 1]],
+    [&[2, 0, 3, 2], &[2, 0, 3, 2], &[2, 0, 3, 2, 2], &[2, 0, 3, 2]],
+    [&[2, 3, 0, 2], &[2, 3, 0, 2], &[2, 3, 0, 1, 2], &[2, 3, 0, 1]],
+    [&[2, 3, 1, 2], &[2, 3, 1, 2], &[2, 3, 1, 0, 2], &[2, 3, 1, 0]],
+];
+
+fn scanned(x: &[DTensor]) -> Result<DTensor> {
+    let [made, _] = x[0].state_space_scan([&x[1], &x[2]], &x[3], None, None)?;
+    Ok(made)
+}
+
 #[test]
-fn gated_delta_rules_in_16_bits_keep_states_in_32() {
+fn state_space_scans() {
+    let mut cases = Vec::new();
+    for shapes in STATE_SPACE {
+        let is_empty = shapes[2].contains(&0);
+        let inputs = shapes.map(|shape| (shape, Float));
+        cases.push(Case::new("state_space_scan", &inputs, scanned, move |x| match is_empty {
+            true => x[2].sqr()?.sqrt(),
+            false => plain::state_space_scan(x, None).map(|[made, _]| made),
+        }));
+    }
+    sweep("state_space_scan", cases);
+}
+
+#[test]
+fn states_of_16_bits_have_32() {
     let case = Case::new(
         "gated_delta_rule",
         &DELTA[0].map(|shape| (shape, Float)),
@@ -137,7 +175,11 @@ fn gated_delta_rules_in_16_bits_keep_states_in_32() {
             plain::short_conv(&wide[0], &wide[1])?.to_dtype(x[0].dtype())
         },
     );
-    sweep_in(&[DType::BF16, DType::F16], "recurrent in 16 bits", vec![case, conv]);
+    let scan = Case::new("state_space_scan", &STATE_SPACE[1].map(|shape| (shape, Float)), scanned, |x| {
+        let wide = x.iter().map(|x| x.to_dtype(DType::F32)).collect::<candle_core::Result<Vec<_>>>()?;
+        plain::state_space_scan(&wide, None)?[0].to_dtype(x[0].dtype())
+    });
+    sweep_in(&[DType::BF16, DType::F16], "recurrent in 16 bits", vec![case, conv, scan]);
 }
 
 #[test]
@@ -215,6 +257,45 @@ fn texts_go_on_from_their_states_on_any_number_of_ranks() {
     }
 }
 
+/// The heads of one group over ranks, of which some have none; all have what the group reads and writes with.
+#[test]
+fn heads_of_one_group_go_on_from_their_states() {
+    for ranks in 1..=5 {
+        on_ranks(ranks, "heads of a group", move |ctx| -> Result<()> {
+            let mesh = mesh(ctx, &[ranks])?;
+            let shapes: [&[usize]; 4] = [&[2, 9, 1, 4], &[2, 9, 1, 4], &[2, 9, 1, 3, 5], &[2, 9, 1, 3]];
+            let all: Vec<Tensor> =
+                shapes.iter().enumerate().map(|(i, shape)| values_of(shape, i as u64)).collect();
+            let [want, last] = plain::state_space_scan(&all, None)?;
+            let cuts = [Replicate, Replicate, Shard(3), Shard(3)];
+            let (mut made, mut state, mut start) = (Vec::new(), None, 0);
+            let (run, counts) = comm::record(|| -> Result<()> {
+                for tokens in [4, 1, 1, 3] {
+                    let part = |(x, cut): (&Tensor, Placement)| {
+                        DTensor::distribute(&x.narrow(1, start, tokens)?.contiguous()?, &mesh, &[cut])
+                    };
+                    let x = all.iter().zip(cuts).map(part).collect::<Result<Vec<_>>>()?;
+                    let [y, next] = x[0].state_space_scan([&x[1], &x[2]], &x[3], state.as_ref(), None)?;
+                    assert_eq!((y.placements(), next.placements()), (&[Shard(3)][..], &[Shard(3)][..]));
+                    made.push(y);
+                    (state, start) = (Some(next), start + tokens);
+                }
+                Ok(())
+            });
+            run?;
+            assert_eq!(counts.total(), 0);
+            let far = |a: &Tensor, b: &Tensor| (a - b)?.abs()?.max_all()?.to_scalar::<f64>();
+            assert!(far(&DTensor::cat(&made, 1)?.full_tensor()?, &want)? < 1e-12);
+            // [batch, groups, heads, state, width] to [batch, state, groups, heads, width]
+            let last = last.permute((0, 3, 1, 2, 4))?;
+            assert!(
+                far(&state.map_or_else(|| Ok(want.clone()), |state| state.full_tensor())?, &last)? < 1e-12
+            );
+            Ok(())
+        });
+    }
+}
+
 /// A scan of many tokens keeps its chunks: the gradients of 70 tokens are those of the plain rule.
 #[test]
 fn long_texts_have_the_gradients_of_each_token() {
@@ -236,11 +317,29 @@ fn long_texts_have_the_gradients_of_each_token() {
             plain::gated_delta_rule(&x, None).map(|[made, _]| made)
         },
     );
+    let scan = Case::new(
+        "a long text",
+        &[
+            (&[1, 70, 1, 8], Float),
+            (&[1, 70, 1, 8], Float),
+            (&[1, 70, 1, 4, 3], Float),
+            (&[1, 70, 1, 4], Float),
+        ],
+        |x| {
+            let [made, _] = x[0].state_space_scan([&x[1], &x[2]], &x[3].sqr()?.neg()?, None, None)?;
+            Ok(made)
+        },
+        move |x| {
+            let x = [x[0].clone(), x[1].clone(), x[2].clone(), decayed(&x[3])?];
+            plain::state_space_scan(&x, None).map(|[made, _]| made)
+        },
+    );
     sweep_in(
         &[DType::F64],
         "long texts",
         vec![
             case,
+            scan,
             Case::new("uneven", &[(&[5, 3], Float)], |x| x[0].relu(), |x| x[0].relu()),
             Case::new("empty", &[(&[1, 3], Float)], |x| x[0].relu(), |x| x[0].relu()),
         ],
@@ -277,6 +376,23 @@ fn what_does_not_fit_is_one_error() {
             assert!(said.contains("gated_delta_rule") && said.contains("values · width"), "{said}");
         }
         assert!(said(rule(fits, Some(&[1, 2, 4, 6]))).contains("perhaps a state"));
+        let scan = |shapes: [&[usize]; 4], state: Option<&[usize]>| -> Result<DTensor> {
+            let x = shapes.iter().map(|shape| of(shape)).collect::<Result<Vec<_>>>()?;
+            let [made, _] =
+                x[0].state_space_scan([&x[1], &x[2]], &x[3], state.map(of).transpose()?.as_ref(), None)?;
+            Ok(made)
+        };
+        let fits: [&[usize]; 4] = [&[1, 3, 2, 4], &[1, 3, 2, 4], &[1, 3, 2, 5, 6], &[1, 3, 2, 5]];
+        scan(fits, Some(&[1, 4, 2, 5, 6]))?;
+        let other: [(usize, &[usize]); 4] =
+            [(1, &[1, 3, 2, 5]), (2, &[1, 3, 2, 30]), (3, &[1, 3, 2, 6]), (0, &[1, 3, 8])];
+        for (at, shape) in other {
+            let mut shapes = fits;
+            shapes[at] = shape;
+            let said = said(scan(shapes, None));
+            assert!(said.contains("state_space_scan") && said.contains("groups, heads, width"), "{said}");
+        }
+        assert!(said(scan(fits, Some(&[1, 2, 4, 5, 6]))).contains("perhaps states"));
         Ok(())
     });
 }

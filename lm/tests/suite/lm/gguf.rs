@@ -116,8 +116,8 @@ fn converted(config: &Config) -> HashMap<String, Tensor> {
         }
     }
     // Files have the gate and the up of a network for all tokens apart.
-    for (name, parts) in config.fused().into_iter().filter(|(name, _)| name.contains("shared_mlp")) {
-        let (whole, mut first) = (tensors.remove(&name).unwrap(), 0);
+    for (name, parts) in config.fused().into_iter().filter(|(name, _)| name.contains("shared_experts")) {
+        let (whole, mut first) = (tensors.remove(&config.stored_name(&name)).unwrap(), 0);
         for (part, rows) in parts {
             tensors.insert(part, whole.narrow(0, first, rows).unwrap());
             first += rows;

@@ -159,12 +159,13 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
             "adam_w cross_entropy embedding function layer_norm linear pool quantized renorm reshape rms_norm rope \
              short_conv softmax",
             "add attention embedding_bag grouped_linear masked_softmax silu_gate",
-            "clamped_gate flash_attn gated_delta_rule",
+            "clamped_gate flash_attn linear_attention",
             "parts",
         ],
     ),
     folder("device_rows", &["launch", "cuda", "mod"]),
     folder("function", &["mod", "formulas off_host", "apply"]),
+    folder("linear_attention", &["sizes", "scan", "backward inputs", "composed", "mod"]),
     folder("product", &["matrix", "panels", "pairs", "mod"]),
     folder("random", &["distribution grid stream", "draws launch", "device", "mod"]),
     folder(

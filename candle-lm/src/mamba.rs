@@ -1,0 +1,151 @@
+//! A layer of Mamba 2 in the place of attention.
+
+use candle_core::DType;
+use candle_shard::nn::{Init, MeshVarBuilder, Width};
+use candle_shard::random::Distribution;
+use candle_shard::{DTensor, Documents, Replicate, Result, Shard};
+
+use crate::cache::{self, LayerTokens, TextState};
+use crate::config::Config;
+use crate::config::mamba::MambaHeads;
+use crate::delta_net::softplus;
+use crate::norm::over_dims;
+use crate::projection::{Projection, granule};
+use crate::short_conv::CausalConv;
+
+/// Heads that are cut by their groups, or by themselves where there is one group.
+#[derive(Debug)]
+pub(crate) struct Mamba {
+    heads: MambaHeads,
+    /// Of states: gates of the output, inputs of heads, what writes and reads the states of groups, and steps.
+    inputs: [Projection; 5],
+    /// Of inputs, and of what writes and reads.
+    convs: [CausalConv; 3],
+    /// The logarithms of how fast heads forget.
+    a_log: DTensor,
+    dt_bias: DTensor,
+    /// The share of a head's inputs that passes by its state.
+    skip: DTensor,
+    norm: DTensor,
+    eps: f64,
+    out: Projection,
+}
+
+impl Mamba {
+    /// The layer at the builder's path, whose heads are cut where the output projection can be.
+    pub(crate) fn new(config: &Config, heads: MambaHeads, vb: &MeshVarBuilder) -> Result<Self> {
+        let hidden = config.hidden_size;
+        let together = heads.together(granule(&vb.pp("out_proj")));
+        let [units, of_unit] = heads.units();
+        let by_heads = |each: usize| Width::new(units / together, together * of_unit * each);
+        // All ranks have those of one group.
+        let (groups, cut) = match heads.has_one_group() {
+            true => (heads.state.into(), Replicate),
+            false => (Width::new(units / together, together * heads.state), Shard(0)),
+        };
+        let input = |name: &str, rows: Width| {
+            Projection::new(hidden, rows, heads.proj_bias, &vb.pp(format!("in_proj_{name}")))
+        };
+        let conv = |name: &str, channels: Width, cut| {
+            CausalConv::new(channels, heads.taps, cut, heads.conv_bias, &vb.pp(format!("conv1d_{name}")))
+        };
+        let vector = |vb: &MeshVarBuilder, name: &str, each: usize, init: Init| {
+            vb.get_in_units(&[by_heads(each)], name, init, Shard(0), false)
+        };
+        let (width, inner) = (heads.width, by_heads(heads.width));
+        let forgets = Init::Random(Distribution::Uniform { lo: 0.0, up: 16f64.ln() });
+        Ok(Self {
+            heads,
+            inputs: [
+                input("z", inner)?,
+                input("x", inner)?,
+                input("b", groups)?,
+                input("c", groups)?,
+                input("dt", by_heads(1))?,
+            ],
+            convs: [conv("x", inner, Shard(0))?, conv("b", groups, cut)?, conv("c", groups, cut)?],
+            a_log: vector(vb, "A_log", 1, forgets)?,
+            dt_bias: vector(vb, "dt_bias", 1, Init::Const(1.0))?,
+            skip: vector(vb, "D", 1, Init::Const(1.0))?,
+            norm: vector(&vb.pp("norm"), "weight", width, Init::Const(1.0))?,
+            eps: config.rms_norm_eps,
+            out: Projection::new(inner, hidden, heads.proj_bias, &vb.pp("out_proj"))?,
+        })
+    }
+
+    /// What the layer adds to states `[batch, tokens, hidden]`.
+    pub(crate) fn forward(
+        &self,
+        x: &DTensor,
+        documents: Option<&Documents>,
+        turns: Option<Vec<LayerTokens<'_>>>,
+    ) -> Result<DTensor> {
+        let [of_z, of_x, of_b, of_c, of_dt] = &self.inputs;
+        let [z, inputs] = of_z.forward_both(of_x, x)?;
+        let [b, c] = of_b.forward_both(of_c, x)?;
+        let dt = of_dt.forward(x)?;
+        let mixed = match turns {
+            None => {
+                let conv = |at: usize, x: &DTensor| self.convs[at].forward(x, documents);
+                self.mixed([conv(0, &inputs)?, conv(1, &b)?, conv(2, &c)?], &dt, None, documents)?.0
+            }
+            Some(turns) => {
+                let texts = cache::states(turns)?;
+                cache::of_each_text([&inputs, &b, &c, &dt], texts, |[x, b, c, dt], text| {
+                    let TextState { slots: [of_x, of_b, of_c, matrix], .. } = text;
+                    let conv =
+                        |at: usize, x: &DTensor, state: &mut Option<DTensor>| self.convs[at].next(x, state);
+                    let made = [conv(0, x, of_x)?, conv(1, b, of_b)?, conv(2, c, of_c)?];
+                    let (mixed, last) = self.mixed(made, dt, matrix.as_ref(), None)?;
+                    *matrix = Some(last);
+                    Ok(mixed)
+                })?
+            }
+        };
+        let gated = self.by_heads(&z, 2)?.to_dtype(DType::F32)?.silu_gate(&mixed)?;
+        let normed = over_dims(&gated, &[3, 4], self.eps)?;
+        let normed = normed.mul(&self.by_heads(&self.norm, 0)?.to_dtype(DType::F32)?)?.to_dtype(x.dtype())?;
+        let heads = if self.heads.has_one_group() { normed.squeeze(2)? } else { normed.flatten_from(3)? };
+        self.out.forward(&heads.flatten_from(2)?)
+    }
+
+    /// What tokens read `[batch, tokens, groups, heads, width]` in 32 bits, and the states behind the last one, of convolved channels and
+    /// steps.
+    fn mixed(
+        &self,
+        [x, b, c]: [DTensor; 3],
+        dt: &DTensor,
+        state: Option<&DTensor>,
+        documents: Option<&Documents>,
+    ) -> Result<(DTensor, DTensor)> {
+        let of_group = |x: &DTensor| {
+            let x = x.silu()?.to_dtype(DType::F32)?;
+            if self.heads.has_one_group() { x.unsqueeze(2) } else { x.split_units(2, self.heads.state) }
+        };
+        let of_head = |x: &DTensor| self.in_groups(&x.to_dtype(DType::F32)?, 0, 1)?.squeeze(2);
+        let x = self.by_heads(&x.silu()?.to_dtype(DType::F32)?, 2)?;
+        // [batch, tokens, groups, heads]
+        let dt = self.in_groups(&dt.to_dtype(DType::F32)?, 2, 1)?.squeeze(4)?;
+        let step = softplus(&dt.add(&of_head(&self.dt_bias)?)?)?;
+        let g = step.mul(&of_head(&self.a_log)?.exp()?)?.neg()?;
+        let written = x.mul(&step.unsqueeze(4)?)?;
+        let (b, c) = (of_group(&b)?, of_group(&c)?);
+        let [made, state] = c.state_space_scan([&b, &written], &g, state, documents)?;
+        let passed = x.mul(&of_head(&self.skip)?.unsqueeze(2)?)?;
+        Ok((made.add(&passed)?, state))
+    }
+
+    /// The inputs of heads along a dim, by groups, heads and their width.
+    fn by_heads(&self, x: &DTensor, dim: usize) -> Result<DTensor> {
+        self.in_groups(x, dim, self.heads.width)
+    }
+
+    /// What each head has `each` of along a dim, in three dims: groups, heads, and those of a head.
+    fn in_groups(&self, x: &DTensor, dim: usize, each: usize) -> Result<DTensor> {
+        let [_, heads] = self.heads.units();
+        match self.heads.has_one_group() {
+            true => x.split_units(dim, each)?.unsqueeze(dim),
+            false => x.split_units(dim, heads * each)?.split_units(dim + 1, each),
+        }
+    }
+}
