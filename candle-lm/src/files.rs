@@ -117,7 +117,11 @@ impl Files {
         }
         weights = weights.rename(|name| config.name_in_memory(name))?;
         for (name, parts) in config.fused() {
-            weights = weights.split(&name, &parts)?;
+            // GGUF files have some of them apart.
+            let is_apart = parts.iter().all(|(part, _)| weights.contains_tensor(part));
+            if !is_apart || weights.contains_tensor(&name) {
+                weights = weights.split(&name, &parts)?;
+            }
         }
         weights = expert_files::stacked(weights, &config).with_context(|| format!("{}", folder.display()))?;
         // Where the output layer has a tensor of its own with other values, it is not tied, whatever the config says.
