@@ -6,6 +6,7 @@
 use std::env;
 use std::fs;
 
+use candle_lm::files::Files;
 use serde_json::{Map, json};
 use test_utils::Dice;
 
@@ -42,9 +43,14 @@ fn mesh(dice: &mut Dice, place: &Place, recipe: &str) -> String {
     let batch: usize =
         recipe.split("--batch ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap();
     let (apart, dora) = (recipe.contains("--local-steps"), recipe.contains("dora"));
+    let config = Files::open(&place.path("model")).unwrap().config;
+    let key_heads = config.num_key_value_heads.unwrap_or(config.num_attention_heads);
     loop {
+        let tp = dice.pick(&[1, 1, 2, 3]);
         // Ranks that have a key head in common refuse magnitudes.
-        let tp = dice.pick(&[1, 1, 2, if dora { 2 } else { 3 }]);
+        if dora && tp > key_heads {
+            continue;
+        }
         let (pp, dp) = (dice.pick(&[1, 1, 2]), if apart { 2 } else { dice.pick(&[1, 1, 2]) });
         let cp = if is_recurrent(place) { 1 } else { dice.pick(&[1, 1, 2]) };
         let ep = if has_experts(place) { dice.pick(&[1, 2]) } else { 1 };
