@@ -224,7 +224,10 @@ impl Files {
     }
 
     /// Returns the chat template of the model, if it has one.
-    pub(crate) fn find_chat_template(&self) -> Result<Option<ChatTemplate>> {
+    ///
+    /// # Errors
+    /// If it is not a template; the file is named.
+    pub fn find_chat_template(&self) -> Result<Option<ChatTemplate>> {
         if self.path.is_dir() {
             chat::in_folder(&self.path)
         } else {
