@@ -57,7 +57,7 @@ pub struct Parts {
     pub branch_scale: f64,
     /// What logits are divided by.
     pub logits_divisor: f64,
-    /// The modules that are several layers here, and one in files: [`FUSED_QKV`] and [`FUSED_GATE`].
+    /// The modules that are several layers here, and one in files: [`FUSED_QKV`], [`FUSED_GATE`] and [`FUSED_SHARED`].
     pub fused: &'static [&'static str],
     /// The experts that replace the feed-forward networks of some layers.
     pub experts: Option<Experts>,
@@ -108,6 +108,8 @@ impl AttentionTemperature {
 pub const FUSED_QKV: &str = "self_attn.qkv_proj";
 /// Gate and up in one.
 pub const FUSED_GATE: &str = "mlp.gate_up_proj";
+/// Gate and up in one, of the network that all tokens use beside their experts.
+pub const FUSED_SHARED: &str = "mlp.shared_experts.gate_up_proj";
 
 /// Modules by their paths within a layer, or outside of layers, and what files call them.
 pub type ModuleNames = [(&'static str, &'static str)];

@@ -4,21 +4,42 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Map, Value, json};
 
 use super::{Family, PLAIN, biased};
+use crate::config::experts::{Experts, ROUTER};
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::Text;
 use crate::config::fields::{Fields, joined, shortened};
 use crate::config::mamba::MambaHeads;
 use crate::config::mixers::MixerKind;
-use crate::config::parts::{FUSED_GATE, Parts};
+use crate::config::parts::{FUSED_GATE, FUSED_SHARED, Parts};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 2] = [
+pub(super) static FAMILIES: [Family; 4] = [
     Family {
         model_type: "granite",
         architecture: "GraniteForCausalLM",
         fields: &GRANITE,
         absent: PLAIN,
         parts: with_factors,
+    },
+    Family {
+        model_type: "granitemoe",
+        architecture: "GraniteMoeForCausalLM",
+        fields: &MIXTURE,
+        absent: PLAIN,
+        parts: mixture,
+    },
+    // The same model beside a network for all tokens.
+    Family {
+        model_type: "granitemoeshared",
+        architecture: "GraniteMoeSharedForCausalLM",
+        fields: &SHARED_MIXTURE,
+        absent: PLAIN,
+        parts: |fields, layers| {
+            let parts = mixture(fields, layers)?;
+            let is_shared = parts.experts.as_ref().is_some_and(|experts| experts.shared > 0);
+            let fused: &[&str] = if is_shared { &[FUSED_SHARED] } else { &[] };
+            Ok(Parts { fused, names: &SHARED_NAMES, ..parts })
+        },
     },
     Family {
         model_type: "granitemoehybrid",
@@ -62,6 +83,10 @@ const GRANITE: [(&str, FieldRule); 6] = [
     ("residual_multiplier", Used),
 ];
 
+const MIXTURE: [(&str, FieldRule); 10] = joined(GRANITE, ROUTER);
+
+const SHARED_MIXTURE: [(&str, FieldRule); 11] = joined(MIXTURE, [("shared_intermediate_size", Used)]);
+
 const HYBRID: [(&str, FieldRule); 25] = joined(
     GRANITE,
     [
@@ -91,6 +116,15 @@ const HYBRID: [(&str, FieldRule); 25] = joined(
 /// What files call the modules.
 static NAMES: [(&str, &str); 2] =
     [(FUSED_GATE, "shared_mlp.input_linear"), ("mlp.down_proj", "shared_mlp.output_linear")];
+
+/// The same of a network that all tokens use beside their experts.
+static SHARED_NAMES: [(&str, &str); 2] =
+    [(FUSED_SHARED, "shared_mlp.input_linear"), ("mlp.shared_experts.down_proj", "shared_mlp.output_linear")];
+
+/// The parts of a model with experts in all layers.
+fn mixture(fields: &Fields, layers: usize) -> Result<Parts> {
+    Ok(Parts { experts: Some(Experts::granite(fields)?), ..with_factors(fields, layers)? })
+}
 
 /// The parts of a model with the four factors.
 fn with_factors(fields: &Fields, layers: usize) -> Result<Parts> {

@@ -6,6 +6,7 @@
 use std::env;
 use std::fs;
 
+use candle_lm::files::Files;
 use serde_json::{Map, json};
 use test_utils::Dice;
 
@@ -37,11 +38,20 @@ fn recipe(dice: &mut Dice) -> String {
     )
 }
 
-/// A mesh of at most eight ranks, and how its ranks work. Replicas that train `apart` are two.
-fn mesh(dice: &mut Dice, place: &Place, batch: usize, apart: bool) -> String {
+/// A mesh of at most eight ranks that a recipe fits, and how its ranks work.
+fn mesh(dice: &mut Dice, place: &Place, recipe: &str) -> String {
+    let batch: usize =
+        recipe.split("--batch ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap();
+    let (apart, dora) = (recipe.contains("--local-steps"), recipe.contains("dora"));
+    let config = Files::open(&place.path("model")).unwrap().config;
+    let key_heads = config.num_key_value_heads.unwrap_or(config.num_attention_heads);
     loop {
-        let (tp, pp, dp) = (dice.pick(&[1, 1, 2, 3]), dice.pick(&[1, 1, 2]), dice.pick(&[1, 1, 2]));
-        let dp = if apart { 2 } else { dp };
+        let tp = dice.pick(&[1, 1, 2, 3]);
+        // Ranks that have a key head in common refuse magnitudes.
+        if dora && tp > key_heads {
+            continue;
+        }
+        let (pp, dp) = (dice.pick(&[1, 1, 2]), if apart { 2 } else { dice.pick(&[1, 1, 2]) });
         let cp = if is_recurrent(place) { 1 } else { dice.pick(&[1, 1, 2]) };
         let ep = if has_experts(place) { dice.pick(&[1, 2]) } else { 1 };
         let accumulate = dice.pick(&[1, 1, 2]);
@@ -90,9 +100,7 @@ fn run(seed: usize) {
     fs::write(place.path("records.jsonl"), records).unwrap();
     let apart = dice.once_in(6);
     let recipe = recipe(&mut dice) + if apart { " --local-steps 2 --fragments 2" } else { "" };
-    let batch =
-        recipe.split("--batch ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap();
-    let (first, second) = (mesh(&mut dice, &place, batch, apart), mesh(&mut dice, &place, batch, apart));
+    let [first, second] = [(); 2].map(|()| mesh(&mut dice, &place, &recipe));
     let what = format!("set-up {seed}: {case}, {recipe}");
     println!("{what} on {first}, then {second}");
     let want = place.losses(&format!("{recipe} --tp 1{}", if apart { " --dp 2" } else { "" }));
