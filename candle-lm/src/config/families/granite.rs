@@ -1,6 +1,6 @@
 //! The families of IBM with factors of embeddings, branches, scores and logits.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use serde_json::{Map, Value, json};
 
 use super::{Family, PLAIN, biased};
