@@ -40,7 +40,8 @@ pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp
         config.parts.latent.map_or(2 * heads * dim, |widths| tp.max(1) * (widths.rank + widths.rotary));
     let part = room.div_ceil(cp.max(1));
     let kept = |layer| config.parts.window(layer).filter(|&window| window < room).unwrap_or(part);
-    let attention = (0..config.num_hidden_layers).filter(|&layer| !config.parts.mixer(layer).is_recurrent());
+    let attention =
+        (0..config.num_hidden_layers).filter(|&layer| config.parts.mixer(layer) == MixerKind::Attention);
     let tokens: usize = attention.map(kept).fold(0, usize::saturating_add);
     let keys = [tokens, of_token, dtype.size_in_bytes()].into_iter().fold(1, usize::saturating_mul);
     keys.saturating_add(config.state_bytes(tp)).saturating_mul(texts)

@@ -134,7 +134,7 @@ impl Info {
             context: config.longest(),
             bytes_by_type,
             bytes_per_rank: (0..ranks).map(held).collect::<Result<_>>()?,
-            state_bytes: Some(config.state_bytes()).filter(|bytes| *bytes > 0),
+            state_bytes: Some(config.state_bytes(1)).filter(|bytes| *bytes > 0),
             experts,
         })
     }

@@ -3,6 +3,7 @@
 mod experts;
 pub(super) mod export;
 mod latent;
+mod mamba;
 mod pre_tokenizer;
 pub(super) mod rope;
 mod sentencepiece;
@@ -27,7 +28,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 33] = [
+const ARCHITECTURES: [(&str, &str, bool); 36] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -64,10 +65,13 @@ const ARCHITECTURES: [(&str, &str, bool); 33] = [
     ("olmoe", "olmoe", false),
     ("qwen2moe", "qwen2_moe", false),
     (latent::KIND, "deepseek_v3", false),
+    ("granitehybrid", "granitemoehybrid", true),
+    ("mamba2", "mamba2", false),
+    ("nemotron_h", "nemotron_h", false),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 37] = [
+const FIELDS: [(&str, Option<&str>); 42] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -107,6 +111,11 @@ const FIELDS: [(&str, Option<&str>); 37] = [
     ("leading_dense_block_count", Some("first_k_dense_replace")),
     ("nextn_predict_layers", Some("num_nextn_predict_layers")),
     ("shortconv.l_cache", Some("conv_L_cache")),
+    ("ssm.conv_kernel", Some("conv_kernel")),
+    ("ssm.group_count", Some("n_groups")),
+    ("ssm.inner_size", Some("ssm_inner_size")),
+    ("ssm.state_size", Some("ssm_state_size")),
+    ("ssm.time_step_rank", Some("mamba_num_heads")),
 ];
 
 /// The names of tensors outside of layers.
@@ -120,7 +129,7 @@ const TENSORS: [(&str, &str); 5] = [
 ];
 
 /// The names of modules of layers.
-const MODULES: [(&str, &str); 28] = [
+const MODULES: [(&str, &str); 32] = [
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
     ("attn_v", "self_attn.v_proj"),
@@ -149,6 +158,10 @@ const MODULES: [(&str, &str); 28] = [
     ("shortconv.in_proj", "conv.in_proj"),
     ("shortconv.conv", CONV),
     ("shortconv.out_proj", "conv.out_proj"),
+    ("ssm_in", "mamba.in_proj"),
+    ("ssm_conv1d", "mamba.conv1d"),
+    ("ssm_norm", "mamba.norm"),
+    ("ssm_out", "mamba.out_proj"),
 ];
 
 /// The norms of a layer, in the order of [`Norms::names`](super::config::parts::Norms::names).
@@ -178,7 +191,7 @@ pub(super) fn open(path: &Path, ignored: &[String], has_values: bool) -> Result<
             weights = weights.unsqueeze(&name, 1)?;
         }
     }
-    let weights = latent::joined(weights)?;
+    let weights = mamba::shaped(latent::joined(weights)?)?;
     // A stage with the output layer reads the table by itself.
     let weights =
         if has_head { weights } else { weights.alias("model.embed_tokens.weight", "lm_head.weight")? };
@@ -275,6 +288,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     if kind == "lfm2" {
         lfm2(&mut fields)?;
     }
+    if mamba::KINDS.contains(&kind.as_str()) {
+        mamba::fields(kind, metadata, weights, &mut fields)?;
+    }
     if kind == "stablelm" {
         fields.insert("use_parallel_residual".into(), json!(!has("blk.0.ffn_norm.weight")));
         fields.insert("use_qkv_bias".into(), json!(has("blk.0.attn_q.bias")));
@@ -286,6 +302,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     config.notes.extend(tokenizer::guess(metadata));
     // The norms of Gemma's files have the one in them.
     config.parts.norms_add_one = false;
+    config.parts.has_rates = mamba::KINDS.contains(&kind.as_str());
     if is_permuted {
         (config.parts.pairs, config.parts.permuted) = (RopePairs::Neighbors, true);
     }
@@ -346,6 +363,11 @@ pub(crate) fn renamed(name: &str, config: &Config) -> String {
         return (*hub).to_owned();
     }
     let parts: Vec<&str> = name.split('.').collect();
+    if let ["blk", layer, rest @ ..] = &parts[..]
+        && let Some(name) = mamba::renamed(layer, rest)
+    {
+        return name;
+    }
     if let &["blk", layer, "shortconv", module, "weight"] = &parts[..] {
         return format!("model.layers.{layer}.conv.{module}.weight");
     }

@@ -1,6 +1,6 @@
 //! The families of IBM with factors of embeddings, branches, scores and logits.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
 use super::{Family, PLAIN, biased};
@@ -39,7 +39,7 @@ pub(super) static FAMILIES: [Family; 2] = [
                 Some(kind) if *kind == "nope" => false,
                 Some(kind) if *kind == "rope" => true,
                 Some(kind) => {
-                    anyhow::bail!("position_embedding_type is {kind}; expected \"rope\", \"nope\" or null")
+                    bail!("position_embedding_type is {kind}; expected \"rope\", \"nope\" or null")
                 }
             };
             Ok(Parts {

@@ -7,6 +7,7 @@ mod glm;
 mod granite;
 mod lfm2;
 mod llama;
+mod mamba;
 mod minimax;
 mod olmo;
 mod qwen;
@@ -92,6 +93,7 @@ const PLAIN: FamilyDefaults =
 pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
     let makers = [
         &llama::FAMILIES[..],
+        &mamba::FAMILIES,
         &qwen::FAMILIES,
         &gemma::FAMILIES,
         &olmo::FAMILIES,
@@ -115,6 +117,8 @@ pub(in crate::config) fn plain(fields: Map<String, Value>) -> Result<Map<String,
     match fields.get("model_type").and_then(Value::as_str) {
         Some("granitemoehybrid") => granite::plain(fields),
         Some("lfm2") => lfm2::plain(fields),
+        Some("mamba2") => Ok(mamba::mamba2(fields)),
+        Some("nemotron_h") => mamba::nemotron_h(fields),
         _ => Ok(fields),
     }
 }
