@@ -6,7 +6,7 @@ Usage: PYTHON benchmarks/adapters.py MODEL.gguf [--lm PROGRAM] [--steps 6], with
 
 1. transformers reads the GGUF file and saves it as floats: the base model of both sides.
 2. `lm train --lora` trains an adapter on the GGUF file, whose weights stay in blocks: on one rank, on tp 2 x dp 2, tp 3 and pp 2.
-   The losses must be equal.
+   The losses must be equal, and a rank holds its part of the base's bytes beside 4 bytes for each parameter of the adapter.
 3. PEFT loads that adapter, and a text must have the same likelihood as by `lm score --adapter`.
 4. PEFT writes an adapter of its own, and `lm score` must find the likelihood that PEFT does.
 5. `lm merge` and `merge_and_unload` must agree as well.
@@ -66,7 +66,7 @@ def main():
     learn.write_text((ROOT / "README.md").read_text())
     ids = torch.tensor(tokenizer(text.read_text())["input_ids"])
 
-    losses, memory = {}, {}
+    losses, memory, base_bytes = {}, {}, 0
     for mesh, flags in MESHES.items():
         out = place / mesh.replace(" ", "_")
         json_file = place / "train.json"
@@ -76,6 +76,11 @@ def main():
         report = json.loads(json_file.read_text())
         losses[mesh], memory[mesh] = report["losses"], report["weight_bytes"]
         print(mesh, [round(loss, 5) for loss in losses[mesh]], memory[mesh], flush=True)
+        parameters, ranks = sum(report["parameters"]), len(report["parameters"])
+        base_bytes = base_bytes or memory[mesh][0] - 4 * parameters
+        copies = 1 if "--fsdp" in flags or "--dp" not in flags else int(flags[flags.index("--dp") + 1])
+        formula = (base_bytes * copies + 4 * parameters) / ranks
+        print(f"bytes of weights by rank, of the formula: {[round(size / formula, 3) for size in memory[mesh]]}", flush=True)
     one = losses["one rank"]
     for mesh, made in losses.items():
         far = max(abs(a - b) for a, b in zip(made, one))

@@ -325,6 +325,29 @@ MIXTURES |= {
     ),
 }
 
+# Attention with sinks, and experts whose gates and ups lie one beside the other.
+SINKS = {
+    "gpt oss": (
+        "GptOss",
+        dict(
+            ODD, head_dim=16, num_local_experts=5, num_experts_per_tok=2, sliding_window=4, swiglu_limit=0.75,
+            rope_parameters=dict(
+                rope_type="yarn", rope_theta=10_000.0, factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+                original_max_position_embeddings=8,
+            ),
+        ),
+    ),
+    "gpt oss without biases": (
+        "GptOss",
+        dict(
+            head_dim=12, attention_bias=False, num_local_experts=4, num_experts_per_tok=3, sliding_window=3,
+            num_hidden_layers=3, layer_types=["full_attention", "sliding_attention", "full_attention"],
+            swiglu_alpha=1.25, rope_parameters=dict(FRESH),
+        ),
+    ),
+}
+MIXTURES |= SINKS
+
 # Layers of Mamba 2.
 FACTORS_OF_GRANITE = dict(
     attention_multiplier=0.25, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0,
@@ -346,6 +369,16 @@ DENSE |= {
             num_local_experts=0, shared_intermediate_size=28, rms_norm_eps=1e-2, mamba_proj_bias=True,
             num_hidden_layers=3, layer_types=["full_attention", "linear_attention", "linear_attention"],
             position_embedding_type="rope", attention_bias=True, tie_word_embeddings=True, rope_parameters=dict(FRESH),
+        ),
+    ),
+}
+MIXTURES |= {
+    "granite hybrid with experts": (
+        "GraniteMoeHybrid",
+        dict(
+            FACTORS_OF_GRANITE, **MAMBA, hidden_size=40, num_attention_heads=4, num_key_value_heads=2,
+            num_local_experts=5, num_experts_per_tok=2, intermediate_size=20, shared_intermediate_size=28,
+            rms_norm_eps=1e-1, layer_types=["full_attention", "linear_attention"], rope_parameters=dict(FRESH),
         ),
     ),
 }

@@ -27,7 +27,7 @@ BATCH = [
     [9, 7, 35, 15, 13, 23, 3, 19, 29, 27],
 ]
 BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.25)
-MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe"]
+MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe", "gpt oss", "granite hybrid with experts"]
 
 # The routers of models in memory.
 ROUTERS = ["mlp.gate.weight"]
@@ -75,7 +75,9 @@ def mamba_rows(module, config):
 def parts(name, grad, config):
     """Yields the name in memory and the gradient of each part of a parameter."""
     if config.model_type == "granitemoehybrid":
+        name = name.replace("block_sparse_moe.", "mlp.")
         for module, known in OF_GRANITE.items():
+            known = known.replace("mlp.", "mlp.shared_experts.") if config.num_local_experts else known
             name = name.replace(module, known)
     if config.model_type in ("mamba2", "nemotron_h"):
         name = name_in_memory(name)
@@ -101,6 +103,14 @@ def parts(name, grad, config):
         rows = [heads * dim for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
         for part, rows in zip("qkv", grad.split(rows)):
             yield name.replace("qkv_proj", f"{part}_proj"), rows
+    elif config.model_type == "gpt_oss" and ".mlp." in name:
+        turned = grad.transpose(1, 2) if grad.dim() == 3 else grad
+        if "gate_up_proj" in name:
+            # Each gate is beside its up: rows of matrices, and columns of biases.
+            for at, part in enumerate(("gate_proj", "up_proj")):
+                yield name.replace("gate_up_proj", part), turned[:, at::2]
+        else:
+            yield name.replace("router.bias", "router.logit_bias"), turned
     elif name.endswith(("gate_up_proj.weight", "gate_up_proj")):
         stem = name.removesuffix(".weight")
         for part, rows in zip(("gate_proj", "up_proj"), grad.chunk(2, dim=-2)):

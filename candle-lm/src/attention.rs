@@ -1,6 +1,6 @@
 //! Attention of a decoder layer: projections, norms of heads, rotary positions, and the keys and values of a cache.
 
-use candle_shard::nn::MeshVarBuilder;
+use candle_shard::nn::{Init, MeshVarBuilder, Width};
 use candle_shard::{Attention, DTensor, Placements, Result, Shard};
 
 use crate::TOKEN_AXIS;
@@ -21,6 +21,8 @@ pub(crate) struct SelfAttention {
     qk_norm: QkNorm,
     scale: f64,
     scores_cap: Option<f64>,
+    /// A logit for each query head.
+    sinks: Option<DTensor>,
     window: Option<usize>,
     is_rotary: bool,
     /// Whether each query head is followed by its gate of the output.
@@ -37,7 +39,18 @@ impl SelfAttention {
             Ok::<_, candle_shard::Error>([norm(query, widths[0])?, norm(key, widths[1])?])
         };
         let qkv = Qkv::new(hidden, heads, parts.gated_attention, parts.qkv_bias, vb)?;
+        let Width { units, unit } = qkv.width();
+        let sinks = || {
+            vb.get_in_units(
+                &[Width::new(units, unit / heads.dim)],
+                "sinks",
+                Init::Const(0.0),
+                Shard(0),
+                false,
+            )
+        };
         Ok(Self {
+            sinks: parts.sinks.then(sinks).transpose()?,
             o_proj: Projection::new(qkv.width(), hidden, parts.output_bias, &vb.pp("o_proj"))?,
             qkv,
             head_norms: parts.qk_norm.widths(heads).map(head_norms).transpose()?,
@@ -65,7 +78,7 @@ impl SelfAttention {
         let gated = |mixed: DTensor| gate.as_ref().map_or(Ok(mixed.clone()), |gate| mixed.mul(gate));
         let Some(turns) = turns else {
             let [q, k] = self.placed([q, k], angles, &angles.rows_of(x.dims()[1]))?;
-            let mixed = over_rows(self.options(), angles, [&q, &k, &v])?;
+            let mixed = self.beside_sinks(over_rows(self.options(), angles, [&q, &k, &v])?, x)?;
             return self.o_proj.forward(&gated(mixed)?.flatten_from(2)?);
         };
         let places = places(&turns);
@@ -74,6 +87,7 @@ impl SelfAttention {
             Texts::Whole(texts) => self.options().of_texts([&q, &k, &v], texts)?,
             Texts::Cut(texts) => over_parts(&self.options(), [&q, &k, &v], texts, Ok)?,
         };
+        let mixed = self.beside_sinks(mixed, x)?;
         self.o_proj.forward(&gated(mixed)?.flatten_from(2)?)
     }
 
@@ -99,7 +113,16 @@ impl SelfAttention {
     }
 
     fn options(&self) -> Attention {
-        Attention::default().scale(self.scale).cap(self.scores_cap).causal(true).window(self.window)
+        let options = Attention::default().scale(self.scale).cap(self.scores_cap).causal(true);
+        options.window(self.window).log_sums(self.sinks.is_some())
+    }
+
+    /// What attention gives beside the sinks, if there are some, in the dtype of the states.
+    fn beside_sinks(&self, mixed: DTensor, x: &DTensor) -> Result<DTensor> {
+        match &self.sinks {
+            Some(sinks) => mixed.with_sinks(sinks, x.dtype()),
+            None => Ok(mixed),
+        }
     }
 }
 

@@ -16,6 +16,8 @@ use crate::config::experts::Experts;
 pub(crate) struct DecoderRouter {
     /// `[experts, width]`.
     weight: DTensor,
+    /// `[experts]`.
+    bias: Option<DTensor>,
     /// The experts of a token.
     chosen: usize,
 }
@@ -25,13 +27,16 @@ impl DecoderRouter {
     pub(crate) fn new(width: usize, experts: &Experts, vb: &MeshVarBuilder) -> Result<Self> {
         let vb = vb.again().pp("router");
         let weight = vb.get((experts.count, width), "weight", Init::Const(0.0), Replicate, false)?;
-        Ok(Self { weight, chosen: experts.chosen })
+        let bias = || vb.get(experts.count, "logit_bias", Init::Const(0.0), Replicate, false);
+        Ok(Self { weight, bias: experts.logit_bias.then(bias).transpose()?, chosen: experts.chosen })
     }
 
     /// Sums `[2, experts]` over the tokens `[batch, tokens, width]` of all ranks: the scores of each expert, and how often it is
     /// chosen. Only scores have gradients.
     pub(crate) fn sums(&self, x: &DTensor) -> Result<DTensor> {
-        let scores = x.to_dtype(DType::F32)?.linear(&self.weight.to_dtype(DType::F32)?, None)?.softmax(2)?;
+        let bias = self.bias.as_ref().map(|bias| bias.to_dtype(DType::F32)).transpose()?;
+        let weight = self.weight.to_dtype(DType::F32)?;
+        let scores = x.to_dtype(DType::F32)?.linear(&weight, bias.as_ref())?.softmax(2)?;
         let local = scores.to_local().detach();
         let choices =
             choices(&empty::to_host(&local)?.flatten_all()?.to_vec1()?, self.weight.dims()[0], self.chosen);

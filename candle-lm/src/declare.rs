@@ -14,7 +14,7 @@ use candle_dist::ProcessGroup;
 use candle_pipe::graph::{Ctx, ValueId};
 use candle_pipe::{Error, In, LossReduction, PipeBuilder, Result, Share, StageOp, Value, stage_op};
 use candle_shard::fsdp::FullyShard;
-use candle_shard::nn::{self, ActiveAdapters, Embedding, Linear, MeshVarBuilder};
+use candle_shard::nn::{self, ActiveAdapters, Embedding, Linear, MeshVarBuilder, Mode};
 use candle_shard::parallel::LayerKind;
 use candle_shard::{CrossEntropy, DTensor, Placement, Placements, Reduction, Replicate};
 
@@ -333,8 +333,8 @@ impl Declaration {
                     let h = between.enter(&xs[0], &mesh)?;
                     let documents = is_packed.then(|| xs[1].tensor()).transpose()?;
                     let angles = of_documents(&angles, documents)?;
-                    let run = || layer.run(|layer| layer.with_sums(&h, &angles, recompute));
-                    let [h, mut sums] = in_mode(ctx, run)?;
+                    let run = || Ok::<_, Error>(layer.run(|layer| layer.with_sums(&h, &angles, recompute))?);
+                    let [h, mut sums] = in_mode(ctx, between, &h, run)?;
                     if let Some(before) = xs.get(1 + usize::from(is_packed)) {
                         sums = BatchAxes::WHOLE.enter(before, &mesh)?.add(&sums)?;
                     }
@@ -392,7 +392,7 @@ impl Declaration {
                         end(&|h| finished(head.forward(h)?.to_dtype(DType::F32)?, &config), &h, &others);
                     made.map(Vec::from)
                 };
-                let mut made = in_mode(ctx, || match &own {
+                let mut made = in_mode(ctx, between, &h, || match &own {
                     Some(own) => Ok::<_, Error>(own.run(end)?),
                     None => Ok(end(&Projection::Dense(Linear::tied(xs[xs.len() - 1].dtensor()?, &vb)?))?),
                 })?;
@@ -462,9 +462,23 @@ fn table(config: &Config, vb: &MeshVarBuilder) -> candle_shard::Result<Embedding
     Embedding::new(config.vocab_size, config.hidden_size, 1.0, vb)
 }
 
-/// Runs `f` with adapters that drop out if the model learns.
-fn in_mode<R>(ctx: &Ctx, f: impl FnOnce() -> R) -> R {
-    ActiveAdapters::current().mode(ctx.mode()).run(f)
+/// Runs `f`, which computes from hidden states `h`, with adapters that drop out if the model learns: at each row of the batch and each
+/// position as on one rank.
+fn in_mode<R, E: From<Error>>(
+    ctx: &Ctx,
+    between: BatchAxes,
+    h: &DTensor,
+    f: impl FnOnce() -> std::result::Result<R, E>,
+) -> std::result::Result<R, E> {
+    let mode = match ctx.mode() {
+        // The tensor has the rows of all replicas of its mesh, one rank's behind another's.
+        Mode::Train { step } | Mode::TrainRows { step, .. } => {
+            let before = h.spec().local_block().first().map_or(0, |rows| rows.start);
+            Mode::TrainRows { step, first_row: ctx.rows.start.saturating_sub(before) }
+        }
+        Mode::Eval => Mode::Eval,
+    };
+    ActiveAdapters::current().mode(mode).token_order(between.order(h.mesh())?).run(f)
 }
 
 /// A node from hidden states, and perhaps what says which texts they belong to, to hidden states.
@@ -476,6 +490,7 @@ where
     stage_op(move |xs, ctx| {
         let texts = xs.get(1).map(|texts| texts.tensor()).transpose()?;
         let h = between.enter(&xs[0], &mesh)?;
-        Ok(vec![between.leave(&in_mode(ctx, || f(&h, texts))?)?])
+        let made = in_mode(ctx, between, &h, || Ok::<_, Error>(f(&h, texts)?))?;
+        Ok(vec![between.leave(&made)?])
     })
 }

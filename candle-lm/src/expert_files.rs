@@ -4,7 +4,8 @@ use anyhow::{Result, ensure};
 use candle_shard::Weights;
 
 use crate::config::Config;
-use crate::config::tensors::{EXPERTS, ROUTER};
+use crate::config::experts::StackNames;
+use crate::config::tensors::{EXPERTS, ExpertStack, LOGIT_BIAS, ROUTER};
 
 /// The router, and the stacked gates with the ups below them, of files that hold experts as transformers 5 does in memory.
 const ROUTER_IN_MEMORY: &str = "mlp.gate";
@@ -22,9 +23,11 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
         let weights = [names.router, ROUTER_IN_MEMORY].map(|router| format!("{router}.weight"));
         let biases = [names.bias.to_owned(), names.bias.replace("block_sparse_moe", "mlp")];
         let layer_of = |names: [String; 2]| names.iter().find_map(|name| layer(name));
-        match (layer_of(weights), layer_of(biases)) {
-            (Some(layer), _) => format!("{layer}.{ROUTER}.weight"),
-            (_, Some(layer)) => format!("{layer}.{ROUTER}.bias"),
+        let logits = layer(&format!("{}.bias", names.router)).filter(|_| experts.logit_bias);
+        match (layer_of(weights), layer_of(biases), logits) {
+            (Some(layer), ..) => format!("{layer}.{ROUTER}.weight"),
+            (_, Some(layer), _) => format!("{layer}.{ROUTER}.bias"),
+            (.., Some(layer)) => format!("{layer}.{LOGIT_BIAS}"),
             _ => name.to_owned(),
         }
     })?;
@@ -37,6 +40,11 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
             weights = weights.rename(|name| if name == gate { row.clone() } else { name.to_owned() })?;
             weights = weights.stack(&[row], gate)?;
         }
+    }
+    if let Some(StackNames { gate_up, .. }) = names.stacks {
+        // GGUF files have gates and ups by themselves.
+        let is_there = weights.names().any(|name| name.ends_with(gate_up));
+        return if is_there { apart(weights, config) } else { Ok(weights) };
     }
     for layer in (0..config.num_hidden_layers).filter(|&layer| experts.are_in(layer)) {
         let at = |name: &str| format!("model.layers.{layer}.{name}");
@@ -52,6 +60,29 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
             if weights.names().all(|name| name != part) {
                 weights = weights.stack(&config.unstacked(&part).unwrap_or_default(), part)?;
             }
+        }
+    }
+    Ok(weights)
+}
+
+/// Gives the gates, ups and downs of all experts, which files have in other tensors, the names that layers have.
+fn apart(mut weights: Weights, config: &Config) -> Result<Weights> {
+    for ExpertStack { name, shape, parts, interleaved } in config.stacks() {
+        let has = weights.shape(&name)?;
+        ensure!(has == shape, "{name:?} is {has:?}, and config.json says {shape:?}");
+        weights = match (&parts[..], interleaved) {
+            ([part], _) => {
+                weights.rename(|known| if known == name { part.clone() } else { known.to_owned() })?
+            }
+            (parts, true) => weights.deal(&name, parts)?,
+            (parts, false) => {
+                let rows = shape[1] / parts.len();
+                let parts: Vec<(&String, usize)> = parts.iter().map(|part| (part, rows)).collect();
+                weights.split_dim(&name, 1, &parts)?
+            }
+        };
+        for part in parts.iter().filter(|_| interleaved && shape.len() == 3) {
+            weights = weights.transpose(part)?;
         }
     }
     Ok(weights)

@@ -114,6 +114,9 @@ fn options(width: usize, experts: &Experts, vb: &MeshVarBuilder) -> MoEConfig {
         .scores(experts.scores)
         .groups(experts.groups)
         .bias(experts.has_bias)
+        .logit_bias(experts.logit_bias)
+        .expert_bias(experts.biases)
+        .expert_gate(experts.gate)
         .normalize(experts.normalize)
         .normalize_epsilon(experts.normalize_epsilon)
         .scale(experts.scale);

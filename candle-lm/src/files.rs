@@ -100,7 +100,7 @@ impl Files {
         if let Some(quantization) = &config.quantization {
             // The shapes of some weights are values of tensors.
             let headers_suffice =
-                ["fp8", "gptq", "awq"].iter().any(|method| quantization["quant_method"] == *method);
+                ["fp8", "gptq", "awq", "mxfp4"].iter().any(|method| quantization["quant_method"] == *method);
             if !has_values && !headers_suffice {
                 let (ends, unmet, path) = (BTreeSet::new(), Vec::new(), folder.into());
                 return Ok(Self {
@@ -175,12 +175,16 @@ impl Files {
             apart.iter().any(|end| name.ends_with(end)) || name.ends_with(&format!(".{ROUTER}.weight"))
         };
         for (name, _) in tensors.filter(|(name, _)| !is_apart(name)) {
-            let dtype = self.weights.dtype(&name)?;
-            if self.config.quantization.is_some()
-                && self.weights.stored_as(&name)?.0 != dtype.as_str().to_uppercase()
-            {
+            let (dtype, as_stored) = (self.weights.dtype(&name)?, self.weights.stored_as(&name)?.0);
+            let is_as_stored = as_stored == dtype.as_str().to_uppercase();
+            // Parts of tensors are read as f32.
+            let floats =
+                [("BF16", DType::BF16), ("F16", DType::F16), ("F32", DType::F32), ("F64", DType::F64)];
+            let float = floats.iter().find(|(known, _)| *known == as_stored).map(|(_, float)| *float);
+            if self.config.quantization.is_some() && float.is_none() && !is_as_stored {
                 continue;
             }
+            let dtype = float.unwrap_or(dtype);
             stored = Some(match (dtype, stored) {
                 (DType::F32 | DType::BF16 | DType::F16, None) => dtype,
                 (DType::F32 | DType::BF16 | DType::F16, Some(other)) if other == dtype => dtype,

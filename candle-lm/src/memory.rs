@@ -10,7 +10,7 @@ use candle_shard::nn::Heads;
 use crate::config::Config;
 use crate::config::mamba::MambaHeads;
 use crate::config::mixers::MixerKind;
-use crate::config::tensors::{CHOICE_BIAS, EXPERTS};
+use crate::config::tensors::{CHOICE_BIAS, EXPERT_BIASES, EXPERTS};
 use crate::engine::ModelOptions;
 use crate::files::Files;
 use crate::projection::with_gates;
@@ -50,8 +50,8 @@ pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp
 /// The matrices that each rank has whole.
 const WHOLE: [&str; 4] = ["router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"];
 
-/// Vectors that are cut with value heads.
-const OF_VALUE_HEADS: [&str; 2] = [".A_log", ".dt_bias"];
+/// Vectors that are cut with heads.
+const OF_HEADS: [&str; 3] = [".A_log", ".dt_bias", ".sinks"];
 
 /// The projections whose outputs are cut.
 const CUT: [&str; 5] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
@@ -92,11 +92,11 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
                 }
             }
             3 => 1,
-            _ if WHOLE.contains(&module) => tp,
+            _ if WHOLE.contains(&module) || name.ends_with(EXPERT_BIASES[2]) => tp,
             _ if shares_keys && ["k_proj", "v_proj"].contains(&module) => tp,
             0 | 1
                 if !(name.ends_with(".bias") && CUT.contains(&module)
-                    || OF_VALUE_HEADS.iter().any(|end| name.ends_with(end))) =>
+                    || OF_HEADS.iter().any(|end| name.ends_with(end))) =>
             {
                 tp
             }
@@ -104,7 +104,7 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
             _ if pp > 1 && config.tie_word_embeddings && module == "embed_tokens" => 2,
             _ => 1,
         };
-        let is_expert = EXPERTS.iter().any(|part| name.ends_with(part));
+        let is_expert = EXPERTS.iter().chain(&EXPERT_BIASES).any(|part| name.ends_with(part));
         let replicas = held.cp.saturating_mul(if is_expert { 1 } else { held.ep });
         all = all.saturating_add(bytes.saturating_mul(copies).saturating_mul(replicas));
     }

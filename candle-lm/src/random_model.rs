@@ -133,6 +133,14 @@ fn weights(
             [width] if name.contains(".linear_attn.") || name.ends_with(".dt_bias") => {
                 Tensor::ones(width, dtype, &Device::Cpu)?
             }
+            [heads] if name.ends_with(".sinks") => {
+                let spread = Distribution::Normal { mean: 0.0, stdev: deviation(config.hidden_size) };
+                sample_full(Stream::new(seed, &name), spread, &[heads], dtype, &Device::Cpu)?
+            }
+            // Those of experts too.
+            _ if name.ends_with("_bias") && !name.contains(".linear_attn.") => {
+                Tensor::zeros(shape.as_slice(), dtype, &Device::Cpu)?
+            }
             [width] if name.ends_with("bias") || config.parts.norms_add_one => {
                 Tensor::zeros(width, dtype, &Device::Cpu)?
             }

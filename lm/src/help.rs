@@ -4,8 +4,8 @@ pub(crate) const ABOUT: &str = "\
 Writes on from a prompt with a language model that is cut over ranks, or trains it on a text
 
 Takes a folder as the Hub has it (config.json, tokenizer.json and model.safetensors, in one file or several with an
-index), or a GGUF file, whose weights stay quantized. Families: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3, SmolLM3,
-OLMo 2, Granite, and mixtures of experts: Mixtral, Qwen 3 MoE. Each rank reads its own part of the weights and no more.
+index), or a GGUF file, whose weights stay quantized. The families, from Llama and Qwen to DeepSeek, are in docs/models.md. Each rank
+reads its own part of the weights and no more.
 Without a model a small random one is made, which shows that everything works and writes nonsense.
 
 The text is the same on any number of ranks for a seed, as far as rounding goes; so are the losses of a training, which

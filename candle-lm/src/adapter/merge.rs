@@ -16,7 +16,7 @@ use safetensors::{Dtype, View};
 use super::config::ModuleKind;
 use super::{AdapterConfig, entries, in_layout_of_peft, named, rows, weights_of};
 use crate::config::Config;
-use crate::config::tensors::CHOICE_BIAS;
+use crate::config::tensors::{CHOICE_BIAS, ExpertStack};
 use crate::dtype::DTypeName;
 use crate::files::Files;
 use crate::gguf;
@@ -161,8 +161,9 @@ struct MergedPart {
 struct MergedTensor<'a> {
     files: &'a Files,
     adapter: &'a MergedAdapter,
-    /// One behind another.
+    /// One behind another, unless they are stacked.
     parts: Vec<MergedPart>,
+    stack: Option<ExpertStack>,
     shape: Vec<usize>,
     dtype: DType,
     /// The first error of all tensors.
@@ -180,7 +181,8 @@ impl MergedTensor<'_> {
             }
         };
         let parts = self.parts.iter().map(part).collect::<Result<Vec<_>>>()?;
-        let made = Tensor::cat(&parts, 0)?.to_dtype(self.dtype)?;
+        let made = self.stack.as_ref().map_or_else(|| Tensor::cat(&parts, 0), |stack| stack.join(&parts))?;
+        let made = made.to_dtype(self.dtype)?;
         Ok(View::data(&made).into_owned())
     }
 }
@@ -243,7 +245,8 @@ pub fn merge(files: &Files, adapter: &Path, out: &Path, dtype: DTypeName) -> Res
         // A choice is made by small differences.
         let is_choice = parts.iter().any(|part| part.name.ends_with(CHOICE_BIAS));
         let dtype = if is_choice { DType::F32 } else { dtype.into() };
-        (name, MergedTensor { files, adapter: &adapter, parts, shape, dtype, failed: &failed })
+        let stack = config.stacks().into_iter().find(|stack| stack.name == name);
+        (name, MergedTensor { files, adapter: &adapter, parts, stack, shape, dtype, failed: &failed })
     });
     let about = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     safetensors::serialize_to_file(tensors, Some(about), &scratch.path().join("model.safetensors"))?;
@@ -303,6 +306,9 @@ fn stored(config: &Config) -> Vec<(String, Vec<usize>, Vec<MergedPart>)> {
     }
     for (name, fused) in config.fused() {
         parts.insert(name, fused.iter().map(|(part, _)| whole(part)).collect());
+    }
+    for stack in config.stacks() {
+        parts.insert(stack.name, stack.parts.iter().map(|part| whole(part)).collect());
     }
     let stored = config.stored().into_iter();
     stored

@@ -1,7 +1,7 @@
 //! Layers with experts: the fields that describe them, and the names that they have in files.
 
 use anyhow::{Context, Result, ensure};
-use candle_shard::nn::{ExpertGroups, Scores};
+use candle_shard::nn::{ExpertGate, ExpertGroups, Scores};
 use serde_json::{Value, json};
 
 use super::fields::FieldRule::{self, Harmless, Only, Used};
@@ -23,6 +23,12 @@ pub struct Experts {
     pub groups: Option<ExpertGroups>,
     /// Whether a bias is added to the scores for the choice alone.
     pub has_bias: bool,
+    /// Whether a bias is added to the logits.
+    pub logit_bias: bool,
+    /// Whether the layers of an expert have biases.
+    pub biases: bool,
+    /// What an expert makes of its gate and its up.
+    pub gate: ExpertGate,
     /// Whether the weights of a token's experts are divided by their sum.
     pub normalize: bool,
     /// What is added to that sum.
@@ -54,6 +60,19 @@ pub struct ExpertNames {
     pub layers: [&'static str; 3],
     /// The network that all tokens use, and the module of its gate, as layers call them too.
     pub shared: [&'static str; 2],
+    /// The tensors of all experts, in files that do not have each expert by itself.
+    pub stacks: Option<StackNames>,
+}
+
+/// The names of the tensors of all experts of a layer in files that have these in one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StackNames {
+    /// Gates and ups.
+    pub gate_up: &'static str,
+    /// Downs.
+    pub down: &'static str,
+    /// Whether matrices are transposed, with each gate beside its up; else the ups of an expert are below its gates.
+    pub interleaved: bool,
 }
 
 /// The names of Mixtral's files.
@@ -63,6 +82,7 @@ pub static MIXTRAL: ExpertNames = ExpertNames {
     experts: "block_sparse_moe.experts",
     layers: ["w1", "w3", "w2"],
     shared: SHARED,
+    stacks: None,
 };
 
 /// The names of the files of Qwen's mixtures.
@@ -72,6 +92,29 @@ pub static QWEN: ExpertNames = ExpertNames {
     experts: "mlp.experts",
     layers: ["gate_proj", "up_proj", "down_proj"],
     shared: ["mlp.shared_expert", "mlp.shared_expert_gate"],
+    stacks: None,
+};
+
+/// The names of the files of gpt-oss.
+pub static GPT_OSS: ExpertNames = ExpertNames {
+    router: "mlp.router",
+    stacks: Some(StackNames {
+        gate_up: "mlp.experts.gate_up_proj",
+        down: "mlp.experts.down_proj",
+        interleaved: true,
+    }),
+    ..QWEN
+};
+
+/// The names of the files of Granite's mixtures.
+pub static GRANITE: ExpertNames = ExpertNames {
+    router: "block_sparse_moe.router.layer",
+    stacks: Some(StackNames {
+        gate_up: "block_sparse_moe.input_linear.weight",
+        down: "block_sparse_moe.output_linear.weight",
+        interleaved: false,
+    }),
+    ..MIXTRAL
 };
 
 /// The names of the files of DeepSeek's mixtures, and of others that are made like them.
@@ -160,6 +203,9 @@ impl Default for Experts {
             scores: Scores::Softmax,
             groups: None,
             has_bias: false,
+            logit_bias: false,
+            biases: false,
+            gate: ExpertGate::Silu,
             normalize: true,
             normalize_epsilon: 0.0,
             scale: 1.0,
@@ -198,6 +244,24 @@ impl Experts {
     /// Those of Mixtral, in all layers.
     pub(super) fn mixtral(fields: &Fields) -> Result<Self> {
         Self::read(fields, [8, 2], fields.size("intermediate_size", super::MOST)?, &MIXTRAL)
+    }
+
+    /// Those of gpt-oss, in all layers.
+    pub(super) fn gpt_oss(fields: &Fields) -> Result<Self> {
+        let hidden = fields.size("intermediate_size", super::MOST)?;
+        let gate = ExpertGate::Clamped {
+            alpha: fields.optional_positive("swiglu_alpha")?.unwrap_or(1.702),
+            limit: fields.optional_positive("swiglu_limit")?.unwrap_or(7.0),
+        };
+        let read = Self::read(fields, [128, 4], hidden, &GPT_OSS)?;
+        Ok(Self { logit_bias: true, biases: true, gate, ..read })
+    }
+
+    /// Those of Granite's hybrids, in all layers, beside a network for all tokens.
+    pub(super) fn granite_hybrid(fields: &Fields) -> Result<Self> {
+        let shared = fields.optional_size("shared_intermediate_size", super::MOST)?.unwrap_or(1024);
+        let read = Self::read(fields, [8, 2], fields.size("intermediate_size", super::MOST)?, &GRANITE)?;
+        Ok(Self { shared, ..read })
     }
 
     /// Those of OLMo, in all layers.

@@ -26,6 +26,7 @@ use fields::Fields;
 pub use generation::GenerationConfig;
 use parts::Parts;
 pub use scaling::RopeScaling;
+pub use tensors::ExpertStack;
 use unknown::UnknownFields;
 
 /// The largest size, and the most layers: whatever the file says, what follows from it is work of bounded length.

@@ -45,6 +45,8 @@ pub struct Parts {
     pub scores_scale: Option<f64>,
     /// How queries grow with their positions, if they do.
     pub temperature: Option<AttentionTemperature>,
+    /// Whether each query head has a logit that takes a share of its softmax, and gives nothing.
+    pub sinks: bool,
     /// The largest score.
     pub scores_cap: Option<f64>,
     /// The largest logit.
@@ -55,7 +57,7 @@ pub struct Parts {
     pub branch_scale: f64,
     /// What logits are divided by.
     pub logits_divisor: f64,
-    /// The modules that are several layers here, and one in files: [`FUSED_QKV`] and [`FUSED_GATE`].
+    /// The modules that are several layers here, and one in files: [`FUSED_QKV`], [`FUSED_GATE`] and [`FUSED_SHARED`].
     pub fused: &'static [&'static str],
     /// The experts that replace the feed-forward networks of some layers.
     pub experts: Option<Experts>,
@@ -110,6 +112,8 @@ impl AttentionTemperature {
 pub const FUSED_QKV: &str = "self_attn.qkv_proj";
 /// Gate and up in one.
 pub const FUSED_GATE: &str = "mlp.gate_up_proj";
+/// Gate and up of the network beside experts in one.
+pub const FUSED_SHARED: &str = "mlp.shared_experts.gate_up_proj";
 
 /// Modules by their paths within a layer, or outside of layers, and what files call them.
 pub type ModuleNames = [(&'static str, &'static str)];
@@ -222,6 +226,7 @@ impl Default for Parts {
             permuted: false,
             scores_scale: None,
             temperature: None,
+            sinks: false,
             scores_cap: None,
             logits_cap: None,
             embedding_scale: 1.0,

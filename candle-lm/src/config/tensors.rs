@@ -1,26 +1,56 @@
 //! The tensors of a model: their names and shapes, as layers build them and as files have them.
 
+use candle_core::Tensor;
 use candle_shard::nn::Heads;
 
 use super::Config;
-use super::experts::Experts;
+use super::experts::{Experts, StackNames};
 use super::mixers::{DeltaHeads, MixerKind};
-use super::parts::{FUSED_GATE, FUSED_QKV, LatentWidths, NormKind, Parts};
+use super::parts::{FUSED_GATE, FUSED_QKV, FUSED_SHARED, LatentWidths, NormKind, Parts};
 
 /// The name and shape of a tensor.
-type Tensor = (String, Vec<usize>);
+type NamedShape = (String, Vec<usize>);
 
 /// What layers call the router and the stacked weights of experts, within a layer.
 pub(crate) const ROUTER: &str = "mlp.router";
 /// The bias of the choice of experts, within a layer. Ranks hold it as f32.
 pub(crate) const CHOICE_BIAS: &str = "mlp.router.bias";
+/// The bias of the logits of experts, within a layer.
+pub(crate) const LOGIT_BIAS: &str = "mlp.router.logit_bias";
 /// Gate, up and down.
 pub(crate) const EXPERTS: [&str; 3] =
     ["mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj"];
+/// Their biases.
+pub(crate) const EXPERT_BIASES: [&str; 3] =
+    ["mlp.experts.gate_proj_bias", "mlp.experts.up_proj_bias", "mlp.experts.down_proj_bias"];
+
+/// A tensor of files that has those of all experts of a layer.
+#[derive(Clone, Debug)]
+pub struct ExpertStack {
+    /// Its name in files.
+    pub name: String,
+    /// Its shape in files.
+    pub shape: Vec<usize>,
+    /// The tensors in memory that it has.
+    pub parts: Vec<String>,
+    /// Whether it is [transposed](super::experts::StackNames::interleaved).
+    pub interleaved: bool,
+}
+
+impl ExpertStack {
+    /// The tensor of files, of tensors in memory.
+    pub(crate) fn join(&self, parts: &[Tensor]) -> candle_core::Result<Tensor> {
+        if !self.interleaved {
+            return Tensor::cat(parts, 1);
+        }
+        let both = Tensor::stack(parts, 2)?.flatten(1, 2)?;
+        if both.rank() == 2 { Ok(both) } else { both.transpose(1, 2)?.contiguous() }
+    }
+}
 
 impl Config {
     /// The name and shape of every tensor of the model, as layers build them.
-    pub fn tensors(&self) -> Vec<Tensor> {
+    pub fn tensors(&self) -> Vec<NamedShape> {
         let hidden = self.hidden_size;
         let mut tensors = vec![
             ("model.embed_tokens.weight".to_owned(), vec![self.vocab_size, hidden]),
@@ -37,11 +67,11 @@ impl Config {
     }
 
     /// The name and shape of every tensor that a training changes: all but the biases of choices, which have no gradients.
-    pub(crate) fn learned(&self) -> Vec<Tensor> {
+    pub(crate) fn learned(&self) -> Vec<NamedShape> {
         self.tensors().into_iter().filter(|(name, _)| !name.ends_with(CHOICE_BIAS)).collect()
     }
 
-    fn of_layer(&self, layer: usize) -> Vec<Tensor> {
+    fn of_layer(&self, layer: usize) -> Vec<NamedShape> {
         let (hidden, inner) = (self.hidden_size, self.intermediate_size);
         let Parts { mlp_bias, norms, .. } = self.parts;
         let named = |name: &str, parameter: &str| format!("model.layers.{layer}.{name}.{parameter}");
@@ -71,9 +101,12 @@ impl Config {
             let gated = usize::from(!self.parts.gated);
             tensors.extend(linear_tensors(&dense[gated..], &named));
         }
-        if let Some(Experts { count, hidden: inner, has_bias, shared, shared_gate, names, .. }) = experts {
+        if let Some(experts) = experts {
+            let Experts { count, hidden: inner, has_bias, logit_bias, biases, .. } = experts;
+            let Experts { shared, shared_gate, names, .. } = experts;
             tensors.push((named(ROUTER, "weight"), vec![*count, hidden]));
             tensors.extend(has_bias.then(|| (named(ROUTER, "bias"), vec![*count])));
+            tensors.extend(logit_bias.then(|| (named(ROUTER, "logit_bias"), vec![*count])));
             let [module, gate] = names.shared;
             if *shared > 0 {
                 let shapes = [
@@ -95,6 +128,10 @@ impl Config {
                     .zip(shapes)
                     .map(|(part, [rows, columns])| (name(part), vec![*count, rows, columns])),
             );
+            if *biases {
+                let rows = EXPERT_BIASES.into_iter().zip([*inner, *inner, hidden]);
+                tensors.extend(rows.map(|(part, rows)| (name(part), vec![*count, rows])));
+            }
         }
         for name in norms.names().into_iter().flatten() {
             tensors.push((named(name, "weight"), vec![hidden]));
@@ -105,7 +142,7 @@ impl Config {
     }
 
     /// Those of attention.
-    fn of_attention(&self, named: &dyn Fn(&str, &str) -> String) -> Vec<Tensor> {
+    fn of_attention(&self, named: &dyn Fn(&str, &str) -> String) -> Vec<NamedShape> {
         let hidden = self.hidden_size;
         let Heads { query, key_value, dim } = self.heads();
         let Parts { qkv_bias, output_bias, qk_norm, gated_attention, .. } = self.parts;
@@ -124,6 +161,7 @@ impl Config {
             ("self_attn.o_proj", hidden, query * dim, output_bias),
         ];
         let mut tensors = linear_tensors(&attention, named);
+        tensors.extend(self.parts.sinks.then(|| (named("self_attn", "sinks"), vec![query])));
         for (name, width) in
             qk_norm.names().into_iter().zip(qk_norm.widths(self.heads()).into_iter().flatten())
         {
@@ -152,7 +190,12 @@ impl Config {
     }
 
     /// Those of a layer with the gated delta rule.
-    fn of_delta(&self, heads: DeltaHeads, layer: usize, named: &dyn Fn(&str, &str) -> String) -> Vec<Tensor> {
+    fn of_delta(
+        &self,
+        heads: DeltaHeads,
+        layer: usize,
+        named: &dyn Fn(&str, &str) -> String,
+    ) -> Vec<NamedShape> {
         let (hidden, [keys, values]) = (self.hidden_size, heads.channels());
         let inputs: &[(&str, usize)] = match heads.by_key_head {
             true => &[("in_proj_qkvz", 2 * keys + 2 * values), ("in_proj_ba", 2 * heads.value)],
@@ -166,7 +209,7 @@ impl Config {
             ],
         };
         let of = |module: &str| named(&format!("linear_attn.{module}"), "weight");
-        let mut tensors: Vec<Tensor> =
+        let mut tensors: Vec<NamedShape> =
             inputs.iter().map(|(name, rows)| (of(name), vec![*rows, hidden])).collect();
         tensors.push((of("out_proj"), vec![hidden, values]));
         tensors.push((of("norm"), vec![heads.value_dim]));
@@ -188,7 +231,14 @@ impl Config {
             let attention =
                 attention.map(|(part, heads)| (name(&format!("self_attn.{part}_proj")), heads * dim));
             let gate = ["gate", "up"].map(|part| (name(&format!("mlp.{part}_proj")), self.intermediate_size));
-            let all = [(FUSED_QKV, attention.to_vec()), (FUSED_GATE, gate.to_vec())];
+            let shared = self.parts.experts(layer).map_or(0, |experts| experts.shared);
+            let beside =
+                ["gate", "up"].map(|part| (name(&format!("mlp.shared_experts.{part}_proj")), shared));
+            let all = [
+                (FUSED_QKV, attention.to_vec()),
+                (FUSED_GATE, gate.to_vec()),
+                (FUSED_SHARED, beside.to_vec()),
+            ];
             let fused = all.into_iter().filter(|(module, _)| self.parts.fused.contains(module));
             fused.map(|(module, parts)| (name(module), parts)).collect::<Vec<_>>()
         };
@@ -230,11 +280,46 @@ impl Config {
     pub fn unstacked(&self, name: &str) -> Option<Vec<String>> {
         let (layer, module) = name.strip_prefix("model.layers.")?.split_once('.')?;
         let Experts { count, names, .. } = self.parts.experts(layer.parse().ok()?)?;
+        if names.stacks.is_some() {
+            return None;
+        }
         let part = EXPERTS.iter().position(|part| *part == module)?;
         let of = |expert: usize| {
             format!("model.layers.{layer}.{}.{expert}.{}.weight", names.experts, names.layers[part])
         };
         Some((0..*count).map(of).collect())
+    }
+
+    /// The tensors of files that have those of all experts of a layer.
+    pub fn stacks(&self) -> Vec<ExpertStack> {
+        let of_layer = |layer: usize| {
+            let Some(experts) = self.parts.experts(layer) else { return Vec::new() };
+            let Some(StackNames { gate_up, down, interleaved }) = experts.names.stacks else {
+                return Vec::new();
+            };
+            let Experts { count, hidden: inner, biases, .. } = *experts;
+            let at = |name: &str| format!("model.layers.{layer}.{name}");
+            let stack = |name: &str, parts: &[&str], rows: usize, columns: Option<usize>| {
+                let mut shape: Vec<usize> = [rows].into_iter().chain(columns).collect();
+                if interleaved {
+                    shape.reverse();
+                }
+                shape.insert(0, count);
+                let parts = parts.iter().map(|part| at(part)).collect();
+                ExpertStack { name: at(name), shape, parts, interleaved }
+            };
+            let hidden = self.hidden_size;
+            let mut stacks = vec![
+                stack(gate_up, &EXPERTS[..2], 2 * inner, Some(hidden)),
+                stack(down, &EXPERTS[2..], hidden, Some(inner)),
+            ];
+            if biases {
+                stacks.push(stack(&format!("{gate_up}_bias"), &EXPERT_BIASES[..2], 2 * inner, None));
+                stacks.push(stack(&format!("{down}_bias"), &EXPERT_BIASES[2..], hidden, None));
+            }
+            stacks
+        };
+        (0..self.num_hidden_layers).flat_map(of_layer).collect()
     }
 
     /// The name that a tensor has in files, if it is there by itself.
@@ -248,9 +333,10 @@ impl Config {
         };
         let Some(experts) = &self.parts.experts else { return own() };
         let layer = |parameter: &str| name.strip_suffix(&format!(".{ROUTER}.{parameter}"));
-        match (layer("weight"), layer("bias")) {
-            (Some(layer), _) => format!("{layer}.{}.weight", experts.names.router),
-            (_, Some(layer)) => format!("{layer}.{}", experts.names.bias),
+        match (layer("weight"), layer("bias"), layer("logit_bias")) {
+            (Some(layer), ..) => format!("{layer}.{}.weight", experts.names.router),
+            (_, Some(layer), _) => format!("{layer}.{}", experts.names.bias),
+            (.., Some(layer)) => format!("{layer}.{}.bias", experts.names.router),
             _ => own(),
         }
     }
@@ -279,8 +365,8 @@ impl Config {
     }
 
     /// The name and shape of every tensor, as the files of transformers have them.
-    pub fn stored(&self) -> Vec<Tensor> {
-        let mut tensors: Vec<Tensor> = Vec::new();
+    pub fn stored(&self) -> Vec<NamedShape> {
+        let mut tensors: Vec<NamedShape> = Vec::new();
         for (name, shape) in self.tensors() {
             match self.unstacked(&name) {
                 Some(parts) => tensors.extend(parts.into_iter().map(|part| (part, shape[1..].to_vec()))),
@@ -288,7 +374,8 @@ impl Config {
             }
         }
         for (name, parts) in self.fused() {
-            let is_part = |tensor: &Tensor| parts.iter().any(|(part, _)| self.stored_name(part) == tensor.0);
+            let is_part =
+                |tensor: &NamedShape| parts.iter().any(|(part, _)| self.stored_name(part) == tensor.0);
             let found = tensors.iter().find(|tensor| is_part(tensor));
             let mut shape = found.map_or_else(Vec::new, |(_, shape)| shape.clone());
             if let Some(rows) = shape.first_mut() {
@@ -296,6 +383,10 @@ impl Config {
             }
             tensors.retain(|tensor| !is_part(tensor));
             tensors.push((self.stored_name(&name), shape));
+        }
+        for ExpertStack { name, shape, parts, .. } in self.stacks() {
+            tensors.retain(|(tensor, _)| !parts.contains(tensor));
+            tensors.push((name, shape));
         }
         tensors
     }
@@ -333,7 +424,7 @@ impl Config {
 fn linear_tensors(
     layers: &[(&str, usize, usize, bool)],
     named: &dyn Fn(&str, &str) -> String,
-) -> Vec<Tensor> {
+) -> Vec<NamedShape> {
     let of_layer = |&(name, rows, columns, has_bias): &(&str, usize, usize, bool)| {
         let weight = (named(name, "weight"), vec![rows, columns]);
         [weight].into_iter().chain(has_bias.then(|| (named(name, "bias"), vec![rows])))

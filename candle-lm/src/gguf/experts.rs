@@ -44,7 +44,12 @@ pub(super) fn fields(
     weights: &Weights,
     fields: &mut Map<String, Value>,
 ) -> Result<()> {
-    let only = if ["glm4moe", "minimax-m2"].contains(&kind) { 2 } else { 1 };
+    let only = match kind {
+        "glm4moe" | "minimax-m2" => 2,
+        // The softmax of the chosen logits, which is that of all over its sum.
+        "gpt-oss" => 3,
+        _ => 1,
+    };
     let value = metadata.get(&format!("{kind}.{SCORES}")).and_then(plain);
     ensure!(
         value.as_ref().is_none_or(|value| *value == json!(only)),
@@ -75,6 +80,12 @@ pub(super) fn fields(
                 normalize.as_ref().is_none_or(|value| *value == json!(true)),
                 "{kind}.expert_weights_norm is false, and only true is supported"
             );
+        }
+        "gpt-oss" => {
+            // What is said of layers without experts, which there are none of.
+            if let Some(inner) = fields.remove("moe_intermediate_size") {
+                fields.insert("intermediate_size".into(), inner);
+            }
         }
         "minimax-m2" => {
             // What is said of layers without experts, which there are none of.

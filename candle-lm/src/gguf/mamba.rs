@@ -5,6 +5,7 @@ use candle_shard::Weights;
 use serde_json::{Map, Value, json};
 
 use super::{Metadata, plain};
+use crate::config::MOST_LAYERS;
 
 /// The architectures that have such layers.
 pub(super) const KINDS: [&str; 3] = ["granitehybrid", "mamba2", "nemotron_h"];
@@ -68,14 +69,13 @@ pub(super) fn fields(
     fields.remove("ssm_inner_size");
     fields.insert("mamba_head_dim".into(), json!(inner / heads));
     let hidden = number(fields, "hidden_size")?.max(1);
-    let layers = number(fields, "num_hidden_layers")?;
+    let layers = number(fields, "num_hidden_layers")?.min(MOST_LAYERS as u64) as usize;
     let of_layers = |name: &str| (0..layers).any(|layer| has(&format!("blk.{layer}.{name}")));
     let biases = [of_layers("ssm_conv1d.bias"), of_layers("ssm_in.bias")];
-    let zeros: Vec<Value> = vec![json!(0)];
     let list = |fields: &Map<String, Value>, name: &str| match fields.get(name) {
         Some(Value::Array(list)) => list.clone(),
-        Some(one) => vec![one.clone(); layers as usize],
-        None => zeros.repeat(layers as usize),
+        Some(one) => vec![one.clone(); layers],
+        None => vec![json!(0); layers],
     };
     let (keys, inners) = (list(fields, "num_key_value_heads"), list(fields, "intermediate_size"));
     let one_of = |name: &str, list: &[Value]| {

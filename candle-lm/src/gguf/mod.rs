@@ -28,7 +28,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 36] = [
+const ARCHITECTURES: [(&str, &str, bool); 37] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -64,6 +64,7 @@ const ARCHITECTURES: [(&str, &str, bool); 36] = [
     ("lfm2", "lfm2", false),
     ("olmoe", "olmoe", false),
     ("qwen2moe", "qwen2_moe", false),
+    ("gpt-oss", "gpt_oss", false),
     (latent::KIND, "deepseek_v3", false),
     ("granitehybrid", "granitemoehybrid", true),
     ("mamba2", "mamba2", false),
@@ -371,6 +372,9 @@ pub(crate) fn renamed(name: &str, config: &Config) -> String {
     if let &["blk", layer, "shortconv", module, "weight"] = &parts[..] {
         return format!("model.layers.{layer}.conv.{module}.weight");
     }
+    if let &["blk", layer, "attn_sinks", "weight"] = &parts[..] {
+        return format!("model.layers.{layer}.self_attn.sinks");
+    }
     if let &["blk", layer, module, expert, "weight"] = &parts[..] {
         return experts::renamed(layer, module, expert).unwrap_or_else(|| name.to_owned());
     }
@@ -388,7 +392,10 @@ pub(crate) fn renamed(name: &str, config: &Config) -> String {
     };
     match hub {
         None => name.to_owned(),
-        Some(hub) if EXPERTS.contains(&hub) => format!("model.layers.{layer}.{hub}"),
+        Some(hub) if EXPERTS.contains(&hub) => {
+            let bias = if parameter == "bias" { "_bias" } else { "" };
+            format!("model.layers.{layer}.{hub}{bias}")
+        }
         Some(hub) => {
             let one = config.family == "qwen2_moe";
             let hub = if one { hub.replace(".shared_experts.", ".shared_expert.") } else { hub.to_owned() };

@@ -117,6 +117,10 @@ pub(super) fn fields(
             let said = YARN.iter().filter_map(|(key, name)| Some(((*name).to_owned(), plain(own(key)?)?)));
             let mut said: Map<String, Value> =
                 said.chain([("rope_type".to_owned(), json!("yarn"))]).collect();
+            if kind == "gpt-oss" {
+                // So the model was trained; files do not say it.
+                said.insert("truncate".into(), json!(false));
+            }
             if kind == latent::KIND {
                 // Cosines and sines have no factor.
                 let share = own(LOG_MULTIPLIER).and_then(plain).and_then(|share| share.as_f64());

@@ -234,8 +234,14 @@ fn check_length(recipe: &Recipe, files: &Files) -> InputResult {
 pub fn check_text(text: &TrainingData, state: &TrainState) -> InputResult {
     require!(
         text.stamp() == state.text,
-        "{} is another text than the one that --resume goes on with: give that one.",
-        text.flag()
+        "{} is another text than the one that --resume goes on with{}",
+        text.flag(),
+        match text {
+            TrainingData::Text(_) => ": give that one.",
+            TrainingData::Documents(_) =>
+                ", or its records are cut or packed otherwise: give that one, with the --too-long, --skip-bad-lines and \
+                 --no-packing of before.",
+        }
     );
     Ok(())
 }

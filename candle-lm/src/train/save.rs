@@ -85,7 +85,7 @@ impl Trainer<'_> {
         let config = &self.job.files.config;
         // As other programs have them: some tensors in one, each expert by itself.
         let stored = |(name, tensor): (String, DTensor)| (config.stored_name(&name), tensor);
-        let tensors = fused(config, self.parameters.named_tensors())?.into_iter();
+        let tensors = stacked(config, fused(config, self.parameters.named_tensors())?)?.into_iter();
         let tensors: Vec<_> = tensors.map(stored).collect();
         let world = &self.world;
         stage_files::write(partial, "model", world, meshes, 0, &tensors, |name| config.unstacked(name))
@@ -105,6 +105,27 @@ fn fused(config: &Config, tensors: Vec<(String, DTensor)>) -> Result<Vec<(String
         let laid = parts.iter().map(|part| part.detach().redistribute(&columns));
         let parts: Vec<DTensor> = laid.collect::<candle_shard::Result<_>>()?;
         tensors.insert(name, DTensor::cat(&parts, 0)?);
+    }
+    Ok(tensors.into_iter().collect())
+}
+
+/// Joins the tensors of experts that files have in one. Ranks then have some experts of it.
+fn stacked(config: &Config, tensors: Vec<(String, DTensor)>) -> Result<Vec<(String, DTensor)>> {
+    let mut tensors: BTreeMap<String, DTensor> = tensors.into_iter().collect();
+    for stack in config.stacks() {
+        let parts: Vec<DTensor> = stack.parts.iter().filter_map(|part| tensors.remove(part)).collect();
+        let Some(first) = parts.first() else { continue };
+        let experts = Placements::from_elem(Shard(0), first.mesh().ndim());
+        let laid = parts.iter().map(|part| part.detach().redistribute(&experts));
+        let parts: Vec<DTensor> = laid.collect::<candle_shard::Result<_>>()?;
+        let joined = match stack.interleaved {
+            false => DTensor::cat(&parts, 1)?,
+            true => {
+                let both = DTensor::stack(&parts, 2)?.flatten(1, 2)?;
+                if both.rank() == 2 { both } else { both.transpose(1, 2)?.contiguous()? }
+            }
+        };
+        tensors.insert(stack.name, joined);
     }
     Ok(tensors.into_iter().collect())
 }

@@ -2,7 +2,7 @@
 use crate::autograd::counts::passes;
 use crate::nn::{MeshVarBuilder, Mode};
 use crate::random::{RandomLayer, Stream};
-use crate::{DTensor, Result};
+use crate::{DTensor, Result, TokenOrder};
 use rustc_hash::FxHashMap;
 use std::cell::RefCell;
 use std::ops::Range;
@@ -18,6 +18,9 @@ use std::ops::Range;
 /// that of these rows in the batch, whatever the cut, the schedule and the number of earlier passes. Elsewhere the uses of a pass count. A pass is everything that runs on a thread in one
 /// [`Mode`] up to the next backward pass. So two microbatches whose forward passes both run before a backward pass need
 /// modes with their own rows, or a place each ([`Draws::at`](crate::nn::Draws::at)).
+///
+/// A tensor in a node may have the rows of several replicas of its mesh, one replica's behind another's. Then use [`Mode::TrainRows`] with
+/// the row of the batch at which the whole tensor would begin: this rank's first row, less the index of its shard along dim 0.
 #[derive(Clone, Debug)]
 pub struct Dropout {
     p: f64,
@@ -42,6 +45,16 @@ impl Dropout {
     /// # Errors
     /// If `p` is not in `[0, 1]`, and in a node of a pipeline if dim 0 of `x` is not a multiple of the rows.
     pub fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
+        self.forward_in_order(x, mode, None)
+    }
+
+    /// The same for `x` `[rows, tokens, ..]` whose tokens lie in an order: each drops out as at its position.
+    pub(crate) fn forward_in_order(
+        &self,
+        x: &DTensor,
+        mode: Mode,
+        order: Option<&TokenOrder>,
+    ) -> Result<DTensor> {
         let (step, first_row) = match mode {
             Mode::Eval => return Ok(x.clone()),
             Mode::Train { step } => (step, None),
@@ -51,7 +64,7 @@ impl Dropout {
             (None, Some(rows)) => stream.fold(step).of_rows(rows.start, Some(rows.len()), x.dims()),
             (first_row, _) => stream.fold(step).of_rows(first_row.unwrap_or(0), None, x.dims()),
         };
-        x.dropout(self.p, self.layer.draw((step, first_row), || self.earlier(mode), of)?)
+        x.dropout_in_order(self.p, self.layer.draw((step, first_row), || self.earlier(mode), of)?, order)
     }
 
     /// Returns the number of earlier uses in the present pass of this thread, outside of places.

@@ -217,6 +217,108 @@ fn codes_take_the_bytes_of_their_files() {
     }
 }
 
+/// Writes two stacked matrices of 6 rows of 96 codes; returns the bytes of codes and of scales.
+fn write_mxfp4(path: &Path) -> [Vec<u8>; 2] {
+    let codes: Vec<u8> = (0..2 * 6 * 3 * 16).map(|i: usize| (i * i * 7 + i * 37 + 11) as u8).collect();
+    let scales: Vec<u8> =
+        (0..2 * 6 * 3).map(|i: usize| [118, 0, 1, 127, 140, 200][i % 6] + (i / 6) as u8).collect();
+    let view = |shape: &[usize], bytes| TensorView::new(Dtype::U8, shape.to_vec(), bytes).unwrap();
+    let tensors = [
+        ("experts.down_blocks", view(&[2, 6, 3, 16], &codes)),
+        ("experts.down_scales", view(&[2, 6, 3], &scales)),
+    ];
+    safetensors::serialize_to_file(tensors, None, path).unwrap();
+    [codes.clone(), scales.clone()]
+}
+
+#[test]
+fn blocks_of_experts_stand_for_what_transformers_reads() {
+    let folder = Scratch::new("schemes-mxfp4");
+    let path = folder.path("w.safetensors");
+    let [codes, scales] = write_mxfp4(&path);
+    let open = || Weights::open(&path).unwrap().dequantize(&json!({"quant_method": "mxfp4"})).unwrap();
+    let weights = open();
+    assert_eq!(weights.shape("experts.down").unwrap(), [2, 96, 6]);
+    assert_eq!(weights.stored_as("experts.down").unwrap(), ("U8", 2 * 6 * 3 * 17));
+    let all = weights.read_block("experts.down", &[0..2, 0..96, 0..6], &Device::Cpu).unwrap();
+    let values = all.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let hash =
+        values.iter().flat_map(|value| value.to_le_bytes()).fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+        });
+    // Of convert_moe_packed_tensors, without signs of zeros.
+    assert_eq!(hash, 0xa382_8581_032b_85ad);
+    // By the definition: the lower four bits come first.
+    let whole = all.to_vec3::<f32>().unwrap();
+    let table = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    for (matrix, row, column) in [(0, 0, 0), (0, 4, 33), (1, 5, 95), (1, 2, 64)] {
+        let block = (matrix * 6 + row) * 3 + column / 32;
+        let code = codes[block * 16 + column % 32 / 2] >> (4 * (column % 2)) & 15;
+        let size = table[usize::from(code & 7)] * 2f64.powi(i32::from(scales[block]) - 127);
+        let want = if code < 8 { size } else { -size } as f32;
+        assert_eq!(whole[matrix][column][row], want, "{matrix} {row} {column}");
+    }
+    // Every other column, and transposes, of parts that begin inside of blocks.
+    let weights = open().deal("experts.down", &["even", "odd"]).unwrap().transpose("odd").unwrap();
+    assert_eq!(
+        (weights.shape("even").unwrap(), weights.shape("odd").unwrap()),
+        (&[2, 96, 3][..], &[2, 3, 96][..])
+    );
+    assert_eq!(weights.stored_as("odd").unwrap(), ("U8", 6 * 3 * 17));
+    let before = weights.bytes_read();
+    let odd =
+        weights.read_block("odd", &[1..2, 1..3, 31..34], &Device::Cpu).unwrap().to_vec3::<f32>().unwrap();
+    let want: Vec<Vec<f32>> =
+        [3, 5].map(|row| (31..34).map(|column| whole[1][column][row]).collect()).to_vec();
+    assert_eq!(odd, [want]);
+    assert!(weights.bytes_read() - before < 6 * 3 * 17);
+    let even =
+        weights.read_block("even", &[0..2, 95..96, 0..3], &Device::Cpu).unwrap().to_vec3::<f32>().unwrap();
+    assert_eq!(even, [0, 1].map(|matrix| [[0, 2, 4].map(|row| whole[matrix][95][row])]));
+}
+
+#[test]
+fn columns_are_dealt_out_and_matrices_transposed_where_files_have_floats() {
+    let folder = Scratch::new("schemes-views");
+    let path = folder.path("w.safetensors");
+    let x = Tensor::arange(0f32, 30., &Device::Cpu)
+        .unwrap()
+        .reshape((5, 6))
+        .unwrap()
+        .to_dtype(DType::BF16)
+        .unwrap();
+    x.save_safetensors("x", &path).unwrap();
+    let open = || Weights::open(&path).unwrap();
+    let weights = open().deal("x", &["a", "b", "c"]).unwrap().transpose("c").unwrap();
+    assert_eq!(weights.stored_as("b").unwrap(), ("BF16", 5 * 2 * 2));
+    assert_eq!(weights.dtype("b").unwrap(), DType::F32);
+    for ranks in [1, 2, 3] {
+        let (path, x) = (path.clone(), x.clone());
+        on_ranks(ranks, "views", move |ctx| -> Result<()> {
+            let mesh = mesh(ctx, &[ranks])?;
+            let weights = Weights::open(&path)?.deal("x", &["a", "b", "c"])?.transpose("c")?;
+            let columns = |first: u32| {
+                x.to_dtype(DType::F32)?.index_select(&Tensor::new(&[first, first + 3], &Device::Cpu)?, 1)
+            };
+            for (name, want) in [("b", columns(1)?), ("c", columns(2)?.t()?.contiguous()?)] {
+                for dim in 0..2 {
+                    let spec = Spec::new(&mesh, &[Shard(dim)], want.shape(), DType::F32)?;
+                    let read = weights.read(name, &spec, &Device::Cpu)?;
+                    assert_eq!(read.to_local().to_vec2::<f32>()?, block(&want, &spec)?.to_vec2::<f32>()?);
+                }
+            }
+            Ok(())
+        });
+    }
+    let refused = |made: Result<Weights>, want: &str| {
+        let text = made.err().map(|error| error.to_string()).unwrap_or_default();
+        assert!(text.contains(want), "{text}: {want}");
+    };
+    refused(open().deal("x", &["a", "b", "c", "d"]), "has 6 columns");
+    refused(open().deal("x", &["a", "a"]), "\"a\"");
+    refused(open().transpose("y"), "\"y\"");
+}
+
 #[test]
 fn what_cannot_be_read_is_one_error() {
     let folder = Scratch::new("schemes-errors");
@@ -262,4 +364,8 @@ fn what_cannot_be_read_is_one_error() {
     refused("fp8_block", json!({"quant_method": "fp8", "weight_block_size": [16]}), &["blocks of [16]"]);
     let of_4 = json!({"num_bits": 4, "group_size": 64, "strategy": "group"});
     refused("pack_group", compressed("pack-quantized", of_4), &["\"layer\"", "groups of 32", "says 64"]);
+    write_mxfp4(&path);
+    let weights = Weights::open(&path).unwrap().retain(|name| !name.ends_with("_scales"));
+    let text = weights.dequantize(&json!({"quant_method": "mxfp4"})).unwrap_err().to_string();
+    assert!(text.contains("lacks \"experts.down_scales\""), "{text}");
 }

@@ -10,6 +10,7 @@ mod llama;
 mod mamba;
 mod minimax;
 mod olmo;
+mod openai;
 mod qwen;
 mod qwen3_5;
 mod singles;
@@ -102,6 +103,7 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
         &cohere::FAMILIES,
         &deepseek::FAMILIES,
         &minimax::FAMILIES,
+        &openai::FAMILIES,
         &lfm2::FAMILIES,
         &qwen3_5::FAMILIES,
         &singles::FAMILIES,
@@ -115,7 +117,8 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
 /// If a field says something that is not known.
 pub(in crate::config) fn plain(fields: Map<String, Value>) -> Result<Map<String, Value>> {
     match fields.get("model_type").and_then(Value::as_str) {
-        Some("granitemoehybrid") => granite::plain(fields),
+        Some("gpt_oss") => Ok(openai::plain(fields)),
+        Some("granitemoehybrid") => Ok(granite::plain(fields)),
         Some("lfm2") => lfm2::plain(fields),
         Some("mamba2") => Ok(mamba::mamba2(fields)),
         Some("nemotron_h") => mamba::nemotron_h(fields),

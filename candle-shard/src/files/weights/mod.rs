@@ -191,8 +191,7 @@ impl Weights {
     pub fn stored_as(&self, name: &str) -> Result<(&str, u64)> {
         let stored = self.stored(name)?;
         let dtype = stored.schemes.first().map_or(&stored.dtype, |piece| &piece.scheme.codes().dtype);
-        let coded = stored.schemes.iter().map(SchemePiece::byte_count);
-        Ok((dtype, stored.byte_count() + coded.sum::<u64>()))
+        Ok((dtype, stored.all_bytes()))
     }
 
     /// Reads this rank's block of a tensor in the layout `spec`, cast to its dtype.
@@ -340,6 +339,11 @@ impl StoredTensor {
         let block = entry.shape.iter().map(|&n| 0..n).collect();
         let pieces = vec![FileBlock { file, block, at: entry.at }];
         Self { shape: entry.shape.clone(), dtype: entry.dtype.clone(), pieces, schemes: Vec::new() }
+    }
+
+    /// Returns the bytes of all that it consists of, in its files.
+    fn all_bytes(&self) -> u64 {
+        self.byte_count() + self.schemes.iter().map(SchemePiece::byte_count).sum::<u64>()
     }
 
     /// Returns the bytes of the pieces in their files.

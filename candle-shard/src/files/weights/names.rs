@@ -222,7 +222,7 @@ impl Weights {
         Ok(self)
     }
 
-    fn insert(&mut self, name: String, stored: StoredTensor, old: &str) -> Result<()> {
+    pub(super) fn insert(&mut self, name: String, stored: StoredTensor, old: &str) -> Result<()> {
         if self.tensors.contains_key(&name) {
             return Err(self.error(&name, format!("is the new name of {old:?} and of another tensor")));
         }

@@ -1,6 +1,6 @@
 //! Which adapters run.
-use crate::nn::{MeshVarBuilder, Mode};
-use crate::{DTensor, Error, Result};
+use crate::nn::{Dropout, MeshVarBuilder, Mode};
+use crate::{DTensor, Error, Result, TokenOrder};
 use itertools::Itertools;
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -36,6 +36,8 @@ pub struct ActiveAdapters {
     /// The numbers of the adapters and what each counts; `None` for all.
     adapters: Option<Vec<(usize, AdapterWeight)>>,
     mode: Mode,
+    /// The order of the tokens, along dim 1 of what layers get.
+    order: Option<TokenOrder>,
 }
 
 /// How much an adapter counts.
@@ -85,17 +87,17 @@ impl ActiveAdapters {
             let name = vb.adapter_names().nth(*twice).unwrap_or_default();
             return Err(Error::Plan(format!("the adapter {name:?} is given twice; give each one once")));
         }
-        Ok(Self { adapters: Some(adapters), mode: Mode::Eval })
+        Ok(Self { adapters: Some(adapters), ..Self::all() })
     }
 
     /// No adapter: the model itself, with modules that an adapter trains in their place as they are.
     pub fn none() -> Self {
-        Self { adapters: Some(Vec::new()), mode: Mode::Eval }
+        Self { adapters: Some(Vec::new()), ..Self::all() }
     }
 
     /// All adapters.
     pub fn all() -> Self {
-        Self { adapters: None, mode: Mode::Eval }
+        Self { adapters: None, mode: Mode::Eval, order: None }
     }
 
     /// Those that run now.
@@ -106,6 +108,12 @@ impl ActiveAdapters {
     /// Sets whether adapters drop out, and in which step.
     pub fn mode(self, mode: Mode) -> Self {
         Self { mode, ..self }
+    }
+
+    /// Sets the order in which layers get tokens, along dim 1 of their inputs `[rows, tokens, ..]`: each drops out as at its position.
+    /// Without it, they lie in the order of their positions.
+    pub fn token_order(self, order: Option<TokenOrder>) -> Self {
+        Self { order, ..self }
     }
 
     /// Runs `f`, in which layers use these adapters. Segments that the backward pass [recomputes](crate::nn::recompute) use those
@@ -147,11 +155,25 @@ impl AdapterScope {
         f()
     }
 
-    /// Returns how much the adapter of a number counts, if it runs, and whether it drops out.
-    pub(super) fn of(number: usize) -> Option<(AdapterWeight, Mode)> {
+    /// Returns how much the adapter of a number counts, if it runs.
+    pub(super) fn of(number: usize) -> Option<AdapterWeight> {
         ACTIVE.with_borrow(|active| match active {
-            None => Some((AdapterWeight::Factor(1.0), Mode::Eval)),
-            Some(active) => active.weight(number).map(|weight| (weight, active.mode)),
+            None => Some(AdapterWeight::Factor(1.0)),
+            Some(active) => active.weight(number),
         })
+    }
+
+    /// What a layer's input is for an adapter that drops out.
+    pub(super) fn drop_out(dropout: &Dropout, x: &DTensor) -> Result<DTensor> {
+        let active = Self::current();
+        match &active.0 {
+            None => Ok(x.clone()),
+            Some(active) => dropout.forward_in_order(x, active.mode, active.order.as_ref()),
+        }
+    }
+
+    /// Returns whether nothing drops out.
+    pub(super) fn keeps_all(dropout: &Dropout) -> bool {
+        ACTIVE.with_borrow(|active| active.as_ref().is_none_or(|active| dropout.is_identity(active.mode)))
     }
 }

@@ -3,7 +3,7 @@ use super::active::{AdapterScope, AdapterWeight};
 use crate::layout::{Placement, Replicate, Shard};
 use crate::nn::adapter::LoraOptions;
 use crate::nn::init::even;
-use crate::nn::{Dropout, Init, MeshVarBuilder, Mode, Width};
+use crate::nn::{Dropout, Init, MeshVarBuilder, Width};
 use crate::random::Distribution;
 use crate::{DTensor, Result};
 use std::sync::Arc;
@@ -140,26 +140,24 @@ impl LinearAdapters {
 
     /// Returns `y`, the product of `x` and the weight without a bias, with what the running adapters add.
     pub(crate) fn add(&self, y: DTensor, x: &DTensor, base: &BaseWeight<'_>) -> Result<DTensor> {
-        self.active().try_fold(y.clone(), |sum, (adapter, weight, mode)| {
-            sum.add(&adapter.forward([x, &y], (&weight, mode), base)?)
+        self.active().try_fold(y.clone(), |sum, (adapter, weight)| {
+            sum.add(&adapter.forward([x, &y], &weight, base)?)
         })
     }
 
     /// Returns the sum of what the running adapters compute by `product` of a narrow input and `B`, if some run.
     pub(crate) fn sum_by(&self, x: &DTensor, product: ProductFn<'_>) -> Result<Option<DTensor>> {
         let mut sum: Option<DTensor> = None;
-        for (adapter, weight, mode) in self.active() {
-            let made = adapter.low_rank(&adapter.dropout.forward(x, mode)?, &weight, product)?;
+        for (adapter, weight) in self.active() {
+            let made = adapter.low_rank(&AdapterScope::drop_out(&adapter.dropout, x)?, &weight, product)?;
             sum = Some(sum.map_or(Ok(made.clone()), |sum| sum.add(&made))?);
         }
         Ok(sum)
     }
 
-    fn active(&self) -> impl Iterator<Item = (&LinearAdapter, AdapterWeight, Mode)> {
+    fn active(&self) -> impl Iterator<Item = (&LinearAdapter, AdapterWeight)> {
         let adapters = self.0.iter().flat_map(|adapters| adapters.iter());
-        adapters.filter_map(|adapter| {
-            AdapterScope::of(adapter.number).map(|(weight, mode)| (adapter, weight, mode))
-        })
+        adapters.filter_map(|adapter| AdapterScope::of(adapter.number).map(|weight| (adapter, weight)))
     }
 }
 
@@ -187,10 +185,10 @@ impl LinearAdapter {
     fn forward(
         &self,
         [x, y]: [&DTensor; 2],
-        (weight, mode): (&AdapterWeight, Mode),
+        weight: &AdapterWeight,
         base: &BaseWeight<'_>,
     ) -> Result<DTensor> {
-        let dropped = self.dropout.forward(x, mode)?;
+        let dropped = AdapterScope::drop_out(&self.dropout, x)?;
         let Some(magnitude) = &self.magnitude else {
             return self.low_rank(&dropped, weight, &linear);
         };
@@ -201,7 +199,7 @@ impl LinearAdapter {
         let squares = changed.sqr()?.sum(1)?;
         let norms = squares.redistribute(magnitude.placements())?.sqrt()?;
         let ratio = magnitude.div(&norms)?;
-        let is_whole = self.dropout.is_identity(mode);
+        let is_whole = AdapterScope::keeps_all(&self.dropout);
         let y = if is_whole { y.clone() } else { (base.product)(&dropped)? };
         let made = y.mul(&ratio.affine(1.0, -1.0)?)?.add(&low.mul(&ratio)?)?;
         weighted(&made, weight)
@@ -298,8 +296,8 @@ impl TableAdapters {
     /// Returns `y`, the rows of the table at `ids`, with what the running adapters add.
     pub(crate) fn add(&self, y: DTensor, ids: &DTensor) -> Result<DTensor> {
         let adapters = self.0.iter().flat_map(|adapters| adapters.iter());
-        let mut active = adapters
-            .filter_map(|adapter| AdapterScope::of(adapter.number).map(|(weight, _)| (adapter, weight)));
+        let mut active =
+            adapters.filter_map(|adapter| AdapterScope::of(adapter.number).map(|weight| (adapter, weight)));
         active.try_fold(y, |sum, (TableAdapter { a, b, scale, .. }, weight)| {
             let narrow = a.t()?.embedding(ids)?;
             let made = scaled(&narrow, *scale)?.linear(b, None)?;

@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Tensor, safetensors};
 use candle_lm::config::{Config, RopeScaling};
 use candle_lm::files::Files;
 use candle_lm::random_model;
+use candle_shard::nn::ExpertGate;
 use serde_json::{Value, json};
 
 use crate::lm::config as small;
@@ -395,6 +396,16 @@ fn configs_of_older_transformers_say_the_same_of_newer_families() {
             json!({"rope_theta": 10_000.0, "rope_scaling": alpha, "use_qk_norm": true, "use_cla": false}),
         ),
         ("glm4", json!({"rope_theta": 10_000.0, "partial_rotary_factor": 0.5})),
+        (
+            "gpt oss",
+            json!({
+                "rope_theta": 10_000.0, "experts_per_token": 2, "initial_context_length": 8, "num_experts": 5,
+                "rope_scaling": {
+                    "beta_fast": 32.0, "beta_slow": 1.0, "factor": 4.0, "original_max_position_embeddings": 8,
+                    "rope_type": "yarn", "truncate": false,
+                },
+            }),
+        ),
         ("glm", json!({"rope_theta": 10_000.0})),
         ("nemotron", json!({"rope_theta": 10_000.0})),
         ("stablelm", json!({"rope_theta": 10_000.0})),
@@ -414,6 +425,22 @@ fn configs_of_older_transformers_say_the_same_of_newer_families() {
         base.as_object_mut().unwrap().remove("rope_parameters");
         assert_eq!(parsed(&with(&base, &older)), parsed(&newer.to_string()), "{case}");
     }
+    // What gpt-oss has without fields.
+    let mut bare = of_family("gpt oss");
+    let fields = bare.as_object_mut().unwrap();
+    for name in
+        ["rope_parameters", "sliding_window", "layer_types", "attention_bias", "swiglu_limit", "swiglu_alpha"]
+    {
+        fields.remove(name);
+    }
+    let (parts, theta, scaling) = parsed(&bare.to_string());
+    let Some(RopeScaling::Yarn { factor, attention_factor, truncate, .. }) = scaling else {
+        panic!("{scaling:?}")
+    };
+    assert_eq!((theta, factor, truncate), (150_000.0, 32.0, false));
+    assert!((attention_factor - 1.3466).abs() < 1e-4, "{attention_factor}");
+    assert_eq!((parts.windows, parts.qkv_bias, parts.output_bias), (vec![Some(128), None], true, true));
+    assert_eq!(parts.experts.unwrap().gate, ExpertGate::Clamped { alpha: 1.702, limit: 7.0 });
     // A large Devstral has zeros in the place of both factors, which transformers takes as absent.
     let zeros = json!({
         "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 1.0,
@@ -474,6 +501,10 @@ fn what_newer_families_do_not_compute_is_refused_by_name() {
         ("llama with biases", json!({"norm_eps": 1e-5}), "norm_eps"),
         ("gemma", json!({"hidden_act": "silu"}), "hidden_act is \"silu\""),
         ("stablelm", json!({"qk_layernorm": true}), "qk_layernorm is true"),
+        ("gpt oss", json!({"swiglu_limit": 0.0}), "swiglu_limit is 0"),
+        ("gpt oss", json!({"num_experts": 6}), "num_local_experts is 5 and num_experts is 6"),
+        ("gpt oss", json!({"norm_topk_prob": false}), "norm_topk_prob"),
+        ("gpt oss", json!({"hidden_act": "gelu"}), "hidden_act is \"gelu\""),
     ];
     for (case, change, want) in cases {
         let said = refused(&with(&of_family(case), &change));

@@ -9,7 +9,7 @@ use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
 use candle_lm::config::mixers::MixerKind;
 use candle_lm::config::parts::LatentWidths;
-use candle_lm::config::{Config, RopeScaling};
+use candle_lm::config::{Config, ExpertStack, RopeScaling};
 use candle_lm::files::Files;
 use candle_shard::nn::Scores;
 use serde_json::{Value, json};
@@ -20,7 +20,7 @@ use crate::lm::families::{Families, Family, families, greedy, logits, stored};
 use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
-const MODULES: [(&str, &str); 46] = [
+const MODULES: [(&str, &str); 47] = [
     ("token_embd", "model.embed_tokens"),
     ("output_norm", "model.norm"),
     ("output", "lm_head"),
@@ -38,6 +38,7 @@ const MODULES: [(&str, &str); 46] = [
     ("attn_k_b", "self_attn.k_b_proj"),
     ("attn_v_b", "self_attn.v_b_proj"),
     ("attn_output", "self_attn.o_proj"),
+    ("attn_sinks", "self_attn.sinks"),
     ("attn_q_norm", "self_attn.q_norm"),
     ("attn_k_norm", "self_attn.k_norm"),
     ("attn_q_norm", "self_attn.query_layernorm"),
@@ -71,6 +72,10 @@ const MODULES: [(&str, &str); 46] = [
 
 fn named(name: &str, has_four: bool, kind: &str) -> String {
     let (module, parameter) = name.rsplit_once('.').unwrap();
+    // A vector of a module that has no other tensor, and the bias of logits.
+    let (module, parameter) = if parameter == "sinks" { (name, "weight") } else { (module, parameter) };
+    let is_logit_bias = parameter == "logit_bias";
+    let parameter = if is_logit_bias { "bias" } else { parameter };
     let layer = module.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
     let inner = layer.map_or(module, |(_, inner)| inner);
     // What layers of Mamba 2 have beside modules.
@@ -84,9 +89,9 @@ fn named(name: &str, has_four: bool, kind: &str) -> String {
         "model.norm" if kind == "lfm2" => "token_embd_norm",
         "pre_feedforward_layernorm" => "ffn_norm",
         "norm" => "attn_norm",
-        "mlp.router" if parameter == "bias" => "exp_probs_b",
+        "mlp.router" if parameter == "bias" && !is_logit_bias => "exp_probs_b",
         "post_attention_layernorm"
-            if has_four || ["olmo2", "exaone4", "seed_oss", "glm4moe"].contains(&kind) =>
+            if has_four || ["olmo2", "exaone4", "seed_oss", "glm4moe", "gpt-oss"].contains(&kind) =>
         {
             "post_attention_norm"
         }
@@ -122,6 +127,22 @@ fn converted(config: &Config) -> HashMap<String, Tensor> {
         for (part, rows) in parts {
             tensors.insert(part, whole.narrow(0, start, rows).unwrap());
             start += rows;
+        }
+    }
+    for ExpertStack { name, parts, interleaved, .. } in config.stacks() {
+        let mut whole = tensors.remove(&name).unwrap();
+        if interleaved && whole.rank() == 3 {
+            whole = whole.transpose(1, 2).unwrap().contiguous().unwrap();
+        }
+        let rows = whole.dims()[1] / parts.len();
+        for (at, part) in (0u32..).zip(&parts) {
+            let rows: Vec<u32> = match interleaved {
+                true => (0..rows as u32).map(|row| row * parts.len() as u32 + at).collect(),
+                false => (at * rows as u32..(at + 1) * rows as u32).collect(),
+            };
+            let rows = whole.index_select(&Tensor::new(rows, &Device::Cpu).unwrap(), 1).unwrap();
+            let name = part.strip_suffix("_bias").map(|module| format!("{module}.bias"));
+            tensors.insert(name.unwrap_or_else(|| format!("{part}.weight")), rows);
         }
     }
     for (name, _) in config.tensors() {
@@ -164,6 +185,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         "qwen3_moe" => "qwen3moe",
         "glm4_moe" => "glm4moe",
         "minimax_m2" => "minimax-m2",
+        "gpt_oss" => "gpt-oss",
         "olmo3" => "olmo2",
         "hunyuan_v1_dense" => "hunyuan-dense",
         "glm" => "chatglm",
@@ -272,6 +294,9 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
             metadata.push(("expert_group_count", size("n_group")));
             metadata.push(("expert_group_used_count", size("topk_group")));
         }
+        if kind == "gpt-oss" {
+            metadata.push(("expert_feed_forward_length", Stored::U32(experts.hidden as u32)));
+        }
         if kind == "qwen2moe" {
             metadata.push(("expert_feed_forward_length", Stored::U32(experts.hidden as u32)));
             metadata.push(("expert_shared_feed_forward_length", Stored::U32(experts.shared as u32)));
@@ -296,7 +321,10 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
             .unwrap()
             .iter()
             .map(|kind| Stored::Bool(kind == "sliding_attention"));
-        metadata.push(("attention.sliding_window_pattern", Stored::Array(list.collect())));
+        // llama.cpp knows the pattern of gpt-oss.
+        metadata.extend(
+            (kind != "gpt-oss").then(|| ("attention.sliding_window_pattern", Stored::Array(list.collect()))),
+        );
         for (key, field) in [
             ("attn_logit_softcapping", "attn_logit_softcapping"),
             ("final_logit_softcapping", "final_logit_softcapping"),
@@ -387,8 +415,9 @@ fn states(kind: &str, config: &Config, metadata: &mut Vec<(&str, Stored)>) {
         metadata.retain(|(key, _)| *key != "feed_forward_length");
         metadata.push(("feed_forward_length", inner));
     } else {
+        let shared = config.parts.experts.as_ref().map_or(config.intermediate_size, |experts| experts.shared);
         metadata.push(("rope.scaling.finetuned", Stored::Bool(config.parts.is_rotary(0))));
-        metadata.push(("expert_shared_feed_forward_length", number(config.intermediate_size)));
+        metadata.push(("expert_shared_feed_forward_length", number(shared)));
     }
 }
 
@@ -517,6 +546,8 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         "qwen3 next mixture",
         "qwen3.5 moe",
         "helium",
+        // A pattern of windows that llama.cpp does not have.
+        "gpt oss without biases",
     ];
     let fits = |config: &mut Value| {
         config["intermediate_size"] = json!(64);
@@ -525,6 +556,10 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         }
         if let Some(hidden) = config.get_mut("moe_intermediate_size") {
             *hidden = json!(64);
+        }
+        if config.get("swiglu_limit").is_some() {
+            // What llama.cpp computes.
+            (config["swiglu_limit"], config["swiglu_alpha"]) = (json!(7.0), json!(1.702));
         }
         if config.get("kv_lora_rank").is_some() {
             config["hidden_size"] = json!(64);

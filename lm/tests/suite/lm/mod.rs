@@ -8,6 +8,7 @@ mod chat_variables;
 mod configs;
 mod contexts;
 mod damaged;
+mod dtypes;
 mod experts;
 pub(crate) mod export;
 pub(crate) mod facts;

@@ -11,7 +11,9 @@ use candle_shard::Weights;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
+use test_utils::on_ranks;
 
+use crate::lm::families::{Families, families, greedy, logits, stored};
 use crate::lm::{config, llama};
 
 /// The tensors of a folder, with their bytes.
@@ -139,4 +141,73 @@ fn a_bias_that_adds_something_and_has_no_place_is_refused() {
     save(codes.path(), &tensors);
     let error = format!("{:#}", Files::open(codes.path()).unwrap_err());
     assert!(error.contains("model.layers.1.mlp.up_proj.bias") && !error.contains("more"), "{error}");
+}
+
+/// The floats that blocks of MXFP4 stand for, row by row.
+fn of_mxfp4(codes: &[u8], scales: &[u8]) -> Vec<f32> {
+    let table = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let of_block = |(codes, &scale): (&[u8], &u8)| {
+        let codes = codes.iter().flat_map(|byte| [byte & 15, byte >> 4]).collect::<Vec<u8>>();
+        let scale = 2f32.powi(i32::from(scale) - 127);
+        codes.into_iter().map(move |code| {
+            let size = table[usize::from(code & 7)] * scale;
+            if code < 8 { size } else { -size }
+        })
+    };
+    codes.chunks_exact(16).zip(scales).flat_map(of_block).collect()
+}
+
+#[test]
+fn blocks_of_experts_compute_what_their_floats_compute() {
+    let Families { prompt, models } = families();
+    let mut fields = models.into_iter().find(|model| model.case == "gpt oss").unwrap().config;
+    (fields["hidden_size"], fields["intermediate_size"]) = (json!(64), json!(32));
+    let config = Config::parse(&fields.to_string()).unwrap();
+    let (codes, whole) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (mut quantized, mut plain) = (Tensors::new(), Tensors::new());
+    for (name, tensor) in stored(&config) {
+        let values = tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let is_stack = tensor.rank() == 3;
+        if !is_stack {
+            quantized.insert(name.clone(), floats(tensor.dims(), &values));
+            plain.insert(name, floats(tensor.dims(), &values));
+            continue;
+        }
+        // What is a column here is a row of blocks.
+        let &[count, columns, rows] = tensor.dims() else { unreachable!() };
+        let bytes: Vec<u8> = values.iter().step_by(2).map(|value| (value * 1e4) as i32 as u8).collect();
+        let scales: Vec<u8> =
+            values.iter().step_by(32).map(|value| 123 + (value.abs() * 4.0) as u8).collect();
+        let made = Tensor::from_vec(of_mxfp4(&bytes, &scales), (count, rows, columns), &Device::Cpu).unwrap();
+        let made = made.transpose(1, 2).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        plain.insert(name.clone(), floats(&[count, columns, rows], &made));
+        quantized.insert(format!("{name}_blocks"), (Dtype::U8, vec![count, rows, columns / 32, 16], bytes));
+        quantized.insert(format!("{name}_scales"), (Dtype::U8, vec![count, rows, columns / 32], scales));
+    }
+    save(whole.path(), &plain);
+    save(codes.path(), &quantized);
+    fs::write(whole.path().join("config.json"), fields.to_string()).unwrap();
+    fields["quantization_config"] = json!({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]});
+    fs::write(codes.path().join("config.json"), fields.to_string()).unwrap();
+    let files = Files::open(codes.path()).unwrap();
+    assert_eq!(files.dtype().unwrap(), DType::F32);
+    let (stored_as, bytes) = files.stored("model.layers.1.mlp.experts.gate_proj").unwrap();
+    assert_eq!((stored_as.as_str(), bytes), ("U8", 5 * 32 * 2 * 17));
+    for ranks in 1..=3 {
+        let (codes, whole, prompt) = (codes.path().to_owned(), whole.path().to_owned(), prompt.clone());
+        on_ranks(ranks, "mxfp4", move |ctx| -> anyhow::Result<()> {
+            assert_eq!(logits(ctx, &codes, &prompt, false)?, logits(ctx, &whole, &prompt, false)?);
+            Ok(())
+        });
+    }
+    assert_eq!(greedy(codes.path(), &prompt, 6, [4, 2]), greedy(whole.path(), &prompt, 6, [1, 1]));
+    // Floats of 16 bits, of which layers take columns in turn.
+    for (_, (dtype, _, bytes)) in plain.iter_mut().filter(|(_, (dtype, ..))| *dtype == Dtype::F32) {
+        let upper: Vec<u8> = bytes.chunks_exact(4).flat_map(|bytes| [bytes[2], bytes[3]]).collect();
+        (*dtype, *bytes) = (Dtype::BF16, upper);
+    }
+    save(whole.path(), &plain);
+    let files = Files::open(whole.path()).unwrap();
+    assert_eq!(files.dtype().unwrap(), DType::BF16);
+    assert_eq!(files.stored("model.layers.0.mlp.experts.up_proj").unwrap(), ("BF16".into(), 5 * 32 * 64 * 2));
 }

@@ -25,7 +25,7 @@ use test_utils::on_ranks;
 use crate::lm::export::{byte_level, tokenizer};
 use crate::lm::facts::weight;
 use crate::lm_train::families::{self, assert_near};
-use crate::lm_train::support::{Place, config};
+use crate::lm_train::support::{Place, assert_close, config, mixture};
 
 #[derive(Deserialize)]
 struct Facts {
@@ -398,6 +398,38 @@ fn what_is_saved_is_read_again_and_goes_on_on_other_meshes() {
             fs::remove_dir_all(saved.join("step-00000003")).unwrap();
             let last = place.losses(&format!("--resume {} --tp 1", saved.display()));
             assert_near(last[0], all[2], &format!("{}, saved on {mesh}", fact.case));
+        }
+    }
+}
+
+#[test]
+fn adapters_drop_out_on_every_mesh_what_they_do_on_one_rank() {
+    for of in [config(4, 2), mixture(4, 2)] {
+        let place = Place::new(&of);
+        for lora in ["r=2,dropout=0.4,targets=q_proj+o_proj", "r=2,dropout=0.4,targets=v_proj,dora"] {
+            let flags = |mesh: &str| format!("--batch 8 --steps 3 --lora {lora} {mesh}");
+            let want = place.losses(&flags("--tp 1"));
+            let without = place.losses(&flags("--tp 1").replace("0.4", "0"));
+            assert!((want[2] - without[2]).abs() > 1e-5, "{lora}: nothing drops out");
+            let mut meshes = vec![
+                "--tp 2 --accumulate 2",
+                "--tp 1 --cp 2",
+                "--tp 1 --cp 3 --recompute",
+                "--tp 1 --dp 2 --fsdp",
+                "--tp 1 --dp 2 --cp 2 --fsdp --recompute",
+                "--tp 1 --dp 2 --fsdp --accumulate 2",
+                "--tp 1 --dp 2 --pp 2 --fsdp --microbatches 2",
+            ];
+            if of.parts.experts.is_some() {
+                meshes.extend([
+                    "--tp 1 --ep 2",
+                    "--tp 2 --ep 2 --dp 2 --fsdp",
+                    "--tp 1 --ep 2 --cp 2 --dp 2",
+                ]);
+            }
+            for mesh in meshes {
+                assert_close(&place.losses(&flags(mesh)), &want, 1e-4, &format!("{lora} on {mesh}"));
+            }
         }
     }
 }

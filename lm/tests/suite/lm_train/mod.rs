@@ -16,6 +16,7 @@ mod program;
 mod records;
 mod resume;
 mod retention;
+mod set_ups;
 #[cfg(unix)]
 mod signals;
 pub(crate) mod support;

@@ -52,7 +52,7 @@ const NONLINEAR: [f32; 16] = [
     -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
 ];
 /// Twice the floats with a sign, two bits of exponent and one of mantissa.
-const E2M1: [f32; 16] =
+pub(in crate::files::weights) const E2M1: [f32; 16] =
     [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 const POWERS_OF_3: [u8; 5] = [1, 3, 9, 27, 81];
 
@@ -161,7 +161,7 @@ impl Code {
 }
 
 /// Returns half of 2 to the power of an exponent that is stored with 127 added. The half of the largest one is finite.
-fn half_power_of_2(stored: u8) -> f32 {
+pub(in crate::files::weights) fn half_power_of_2(stored: u8) -> f32 {
     match stored {
         // Numbers too small for a normal float.
         0 | 1 => f32::from_bits(1 << (21 + stored)),

@@ -2,7 +2,7 @@
 //!
 //! Counts, lengths, types and offsets are checked against the length of the file before memory is taken for them.
 mod bytes;
-mod codes;
+pub(super) mod codes;
 pub(super) mod split;
 pub(super) mod types;
 

@@ -1,4 +1,5 @@
 //! The elements of a part of a matrix, from the parts of its tensors that they need.
+use super::super::gguf::codes::{E2M1, half_power_of_2};
 use super::super::{StoredTensor, Weights, read, runs};
 use super::{NestedScales, Scheme};
 use crate::{Error, Result};
@@ -10,6 +11,8 @@ use std::sync::atomic::Ordering;
 
 /// The bits of a word.
 const WORD: usize = 32;
+/// The codes that share a scale of MXFP4.
+pub(super) const MX_BLOCK: usize = 32;
 /// The rows of AWQ's codes in a word, by their place from the lowest bits on.
 const AWQ_ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
@@ -31,6 +34,10 @@ impl Scheme {
             Self::Latent { keys, values } => part.latent(weights, [keys, values]),
             Self::Four { codes, table, scales, block, nested, columns } => {
                 part.four(weights, [codes, scales], (table, nested.as_ref()), [*block, *columns])
+            }
+            Self::Mxfp4 { codes, scales, index } => part.mxfp4(weights, [codes, scales], *index),
+            Self::View { of, index, first, step, turned } => {
+                part.view(weights, of, *index, ([*first, *step], *turned))
             }
         }
     }
@@ -107,6 +114,53 @@ impl MatrixPart {
             }
         }
         Ok(out)
+    }
+
+    /// The columns of the matrix are rows of the tensors.
+    fn mxfp4(
+        &self,
+        weights: &Weights,
+        [codes, scales]: [&StoredTensor; 2],
+        index: usize,
+    ) -> Result<Vec<f32>> {
+        let of_rows = groups(&self.rows, MX_BLOCK);
+        let part = [index..index + 1, self.columns.clone(), of_rows.clone()];
+        let exponents = scales.bytes(weights, &part, 1)?;
+        let [matrix, columns, blocks] = part;
+        let held = codes.bytes(weights, &[matrix, columns, blocks, 0..MX_BLOCK / 2], 1)?;
+        let count = of_rows.len();
+        Ok(self.filled(|row| {
+            let (block, nth) = (row / MX_BLOCK - of_rows.start, row % MX_BLOCK);
+            let (exponents, held) = (&exponents, &held);
+            move |at| {
+                let place = at * count + block;
+                let byte = held[place * MX_BLOCK / 2 + nth / 2];
+                // The table has twice the values.
+                E2M1[usize::from(byte >> (4 * (nth % 2)) & 15)] * half_power_of_2(exponents[place])
+            }
+        }))
+    }
+
+    fn view(
+        &self,
+        weights: &Weights,
+        of: &StoredTensor,
+        index: Option<usize>,
+        ([first, step], turned): ([usize; 2], bool),
+    ) -> Result<Vec<f32>> {
+        let (rows, columns) = if turned { (&self.columns, &self.rows) } else { (&self.rows, &self.columns) };
+        let last = columns.len().saturating_sub(1) * step;
+        let start = first + columns.start * step;
+        let part = [rows.clone(), start..start + last + 1];
+        let part: Vec<Range<usize>> = index.map(|at| at..at + 1).into_iter().chain(part).collect();
+        let (held, width) = (of.elements(weights, &part)?, last + 1);
+        Ok(self.filled(|row| {
+            let (held, row) = (&held, row - self.rows.start);
+            move |at| {
+                let (row, column) = if turned { (at, row) } else { (row, at) };
+                held[row * width + column * step]
+            }
+        }))
     }
 
     fn gptq(
@@ -322,6 +376,12 @@ impl StoredTensor {
     /// Returns the elements of a block, which may be quantized.
     fn elements(&self, weights: &Weights, block: &[Range<usize>]) -> Result<Vec<f32>> {
         match self.quantized() {
+            None if !self.schemes.is_empty() => {
+                let mut values = vec![0f32; block.iter().map(Range::len).product()];
+                let bytes = bytemuck::cast_slice_mut(&mut values);
+                self.schemes.iter().try_for_each(|piece| piece.write(weights, block, bytes))?;
+                Ok(values)
+            }
             None => self.floats(weights, block),
             Some(storage) => {
                 let read =

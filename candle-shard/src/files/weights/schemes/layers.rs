@@ -1,5 +1,6 @@
 //! Finds the layers of a model whose weights are codes.
 use super::super::{StoredTensor, Weights};
+use super::decode::MX_BLOCK;
 use super::method::Method;
 use super::{NestedScales, Scheme, SchemePiece};
 use crate::{Error, Result};
@@ -34,6 +35,7 @@ impl Weights {
     /// | `gptq` | 2, 4 or 8 bits, also with `desc_act`, of either `checkpoint_format` |
     /// | `awq` | 4 bits, version `gemm` |
     /// | `bitsandbytes` | `nf4` and `fp4`, also with nested scales; 8 bits |
+    /// | `mxfp4` | the `_blocks` and `_scales` of gpt-oss, as the transposed matrices of files without codes |
     ///
     /// ```no_run
     /// use candle_shard::Weights;
@@ -53,6 +55,7 @@ impl Weights {
             Method::Gptq { bits, group, more } => self.gptq(bits, group, more)?,
             Method::Awq { group } => self.awq(group)?,
             Method::BitsAndBytes => self.bitsandbytes()?,
+            Method::Mxfp4 => self.mxfp4()?,
         }
         self.tensors.retain(|name, _| !OF_OTHERS.iter().any(|suffix| name.ends_with(suffix)));
         Ok(self)
@@ -263,6 +266,32 @@ impl Weights {
                 return Err(self.wrong(&module, &scales, &why));
             }
             self.give(&module, [rows, columns], Scheme::Awq { codes, zeros, scales, size })?;
+        }
+        Ok(())
+    }
+
+    /// Finds stacked matrices whose rows are blocks of 32 codes.
+    fn mxfp4(&mut self) -> Result<()> {
+        for name in self.modules("_blocks") {
+            let (codes, scales) = (self.need(&name, "_blocks")?, self.need(&name, "_scales")?);
+            let &[count, columns, blocks, width] = &codes.shape[..] else {
+                return Err(self.wrong(&name, &codes, "as blocks; expected [matrices, rows, blocks, 16]"));
+            };
+            let is_bytes = [&codes, &scales].into_iter().all(|stored| stored.dtype == "U8");
+            if !is_bytes || width != MX_BLOCK / 2 || scales.shape != [count, columns, blocks] {
+                return Err(self.wrong(&name, &scales, &format!("as scales of {:?}", codes.shape)));
+            }
+            let shape = [blocks.saturating_mul(MX_BLOCK), columns];
+            let piece = |index| {
+                let (codes, scales) = (codes.clone(), scales.clone());
+                SchemePiece::whole(Scheme::Mxfp4 { codes, scales, index }, shape).at(index)
+            };
+            let schemes = (0..count).map(piece).collect();
+            let shape = vec![count, shape[0], shape[1]];
+            let stored = StoredTensor { shape, dtype: "F32".into(), pieces: Vec::new(), schemes };
+            if self.tensors.insert(name.clone(), stored).is_some() {
+                return Err(Error::file(&self.source, format!("has {name:?} both in parts and as a weight")));
+            }
         }
         Ok(())
     }

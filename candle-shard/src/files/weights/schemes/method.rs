@@ -16,11 +16,14 @@ pub(super) enum Method {
     Awq { group: Option<usize> },
     /// The tensors say the rest.
     BitsAndBytes,
+    /// Blocks of 32 codes of 4 bits with a power of 2 for each.
+    Mxfp4,
 }
 
 impl Weights {
     /// The values of `quant_method` that [`dequantize`](Self::dequantize) reads.
-    pub const QUANT_METHODS: [&str; 5] = ["fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes"];
+    pub const QUANT_METHODS: [&str; 6] =
+        ["fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes", "mxfp4"];
 
     /// Checks that [`dequantize`](Self::dequantize) reads what a `quantization_config` describes, before there are tensors.
     ///
@@ -41,6 +44,7 @@ impl Method {
             "gptq" => gptq(config),
             "awq" => awq(config),
             "bitsandbytes" => Ok(Self::BitsAndBytes),
+            "mxfp4" => Ok(Self::Mxfp4),
             _ => Err(format!(
                 "has quant_method {name:?}; {} can be read",
                 Weights::QUANT_METHODS.iter().join(", ")

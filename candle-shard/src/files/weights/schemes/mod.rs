@@ -5,6 +5,7 @@
 mod decode;
 mod layers;
 mod method;
+mod views;
 
 use super::{StoredTensor, Weights};
 use crate::Result;
@@ -47,6 +48,10 @@ pub(super) enum Scheme {
         nested: Option<NestedScales>,
         columns: usize,
     },
+    /// MXFP4: `codes` `[matrices, columns, rows / 32, 16]`, two in a byte, and `scales` `[matrices, columns, rows / 32]`, of the matrix `index`.
+    Mxfp4 { codes: StoredTensor, scales: StoredTensor, index: usize },
+    /// Each `step`-th column from `first` on, of a tensor that is a matrix, or of its matrix `index`; perhaps transposed behind that.
+    View { of: StoredTensor, index: Option<usize>, first: usize, step: usize, turned: bool },
 }
 
 impl Scheme {
@@ -57,12 +62,20 @@ impl Scheme {
             | Self::Awq { codes, .. }
             | Self::Packed { codes, .. }
             | Self::Latent { keys: codes, .. }
+            | Self::Mxfp4 { codes, .. }
             | Self::Four { codes, .. } => codes,
+            Self::View { of, .. } => of.schemes.first().map_or(of, |piece| piece.scheme.codes()),
         }
     }
 
-    /// Returns the bytes of all tensors that it consists of.
+    /// Returns the bytes of all tensors that it consists of, as far as they are those of this matrix.
     fn byte_count(&self) -> u64 {
+        if let Self::View { of, index, step, .. } = self {
+            return of.all_bytes() / (index.map_or(1, |_| of.shape[0]) * step).max(1) as u64;
+        }
+        if let Self::Mxfp4 { codes, scales, .. } = self {
+            return (codes.byte_count() + scales.byte_count()) / codes.shape[0].max(1) as u64;
+        }
         let others: Vec<&StoredTensor> = match self {
             Self::Scaled { scales, .. } => vec![scales],
             Self::Gptq { zeros, scales, groups, .. } => [zeros, scales].into_iter().chain(groups).collect(),
@@ -72,6 +85,7 @@ impl Scheme {
             Self::Four { scales, nested, .. } => {
                 [scales].into_iter().chain(nested.as_ref().map(|nested| &nested.scales)).collect()
             }
+            Self::Mxfp4 { .. } | Self::View { .. } => Vec::new(),
         };
         self.codes().byte_count() + others.into_iter().map(StoredTensor::byte_count).sum::<u64>()
     }

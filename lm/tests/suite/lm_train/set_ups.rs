@@ -1,0 +1,115 @@
+//! Random trainings of models of all families on random meshes against one rank, with adapters, records, preferences, parts of a batch,
+//! recomputed layers and checkpoints as they fall.
+//!
+//! `CANDLE_LM_SET_UPS` is how many are run, and `CANDLE_LM_SET_UP` the first one.
+
+use std::env;
+use std::fs;
+
+use serde_json::{Map, json};
+use test_utils::Dice;
+
+use crate::lm_train::families::{cases, has_experts, is_recurrent, place_of};
+use crate::lm_train::support::{Place, assert_close};
+
+/// What is learned, the same on every mesh.
+fn recipe(dice: &mut Dice) -> String {
+    let adapter = match dice.below(8) {
+        0 | 1 => " --lora r=2,alpha=4",
+        2 => " --lora r=3,alpha=4,dora",
+        3 => " --lora r=2,rslora,dropout=0.3",
+        4 => " --lora r=2,alpha=4,layers=0",
+        _ => "",
+    };
+    let learns_preferences = !adapter.is_empty() && dice.once_in(3);
+    let data = match dice.below(4) {
+        _ if learns_preferences => " --data @pairs.jsonl --dpo 0.2 --seq-len 24",
+        0 => " --data @records.jsonl --seq-len 13",
+        1 => " --data @records.jsonl --seq-len 11 --no-packing --too-long cut",
+        _ => " --seq-len 9",
+    };
+    let clip = if dice.once_in(2) { " --clip-norm 0.01" } else { "" };
+    let decay = dice.pick(&["", " --decay linear", " --decay wsd", " --weight-decay 0"]);
+    let batch = dice.pick(&[2, 4, 6]);
+    format!(
+        "--seed {} --steps 3 --warmup 1 --lr 0.003 --batch {batch}{adapter}{data}{clip}{decay}",
+        dice.below(99)
+    )
+}
+
+/// A mesh of at most eight ranks, and how its ranks work. Replicas that train `apart` are two.
+fn mesh(dice: &mut Dice, place: &Place, batch: usize, apart: bool) -> String {
+    loop {
+        let (tp, pp, dp) = (dice.pick(&[1, 1, 2, 3]), dice.pick(&[1, 1, 2]), dice.pick(&[1, 1, 2]));
+        let dp = if apart { 2 } else { dp };
+        let cp = if is_recurrent(place) { 1 } else { dice.pick(&[1, 1, 2]) };
+        let ep = if has_experts(place) { dice.pick(&[1, 2]) } else { 1 };
+        let accumulate = dice.pick(&[1, 1, 2]);
+        let rows = batch / (dp * ep * accumulate);
+        if tp * pp * dp * cp * ep > 8 || rows * dp * ep * accumulate != batch {
+            continue;
+        }
+        let mut flags = format!("--tp {tp}");
+        for (flag, ranks) in
+            [("--pp", pp), ("--dp", dp), ("--cp", cp), ("--ep", ep), ("--accumulate", accumulate)]
+        {
+            if ranks > 1 {
+                flags += &format!(" {flag} {ranks}");
+            }
+        }
+        if dp > 1 && !apart && dice.once_in(2) {
+            flags += " --fsdp";
+        }
+        if pp > 1 {
+            flags += dice.pick(&["", " --schedule gpipe", " --schedule zb-h1"]);
+            if rows.is_multiple_of(2) && dice.once_in(2) {
+                flags += " --microbatches 2";
+            }
+        }
+        if dice.once_in(2) {
+            flags += " --recompute";
+        }
+        return flags;
+    }
+}
+
+/// Runs a random training on one rank and on two meshes, of which the second goes on with a checkpoint of the first.
+fn run(seed: usize) {
+    let mut dice = Dice::new(seed as u64);
+    let case = dice.pick(&cases());
+    let place = place_of(&case, &Map::new());
+    let pair = |i: usize| json!({"prompt": format!("{i} 3 5"), "chosen": format!("{} 7 2", i + 1), "rejected": format!("{} 8", i + 2)});
+    let pairs: String = (0..20).map(|i| format!("{}\n", pair(i))).collect();
+    fs::write(place.path("pairs.jsonl"), pairs).unwrap();
+    let record = |i: usize| match i % 3 {
+        0 => json!({"prompt": format!("{i} 4"), "completion": format!("{} 9 {i}", i + 1)}),
+        1 => json!({"text": format!("{i} 1 2 {i} 6 5 4")}),
+        _ => json!({"prompt": "", "completion": format!("{i} {i}")}),
+    };
+    let records: String = (0..30).map(|i| format!("{}\n", record(i))).collect();
+    fs::write(place.path("records.jsonl"), records).unwrap();
+    let apart = dice.once_in(6);
+    let recipe = recipe(&mut dice) + if apart { " --local-steps 2 --fragments 2" } else { "" };
+    let batch =
+        recipe.split("--batch ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap();
+    let (first, second) = (mesh(&mut dice, &place, batch, apart), mesh(&mut dice, &place, batch, apart));
+    let what = format!("set-up {seed}: {case}, {recipe}");
+    println!("{what} on {first}, then {second}");
+    let want = place.losses(&format!("{recipe} --tp 1{}", if apart { " --dp 2" } else { "" }));
+    let got = place.losses(&format!("{recipe} {first} --save @saved --save-every 2"));
+    assert_close(&got, &want, 2e-4, &format!("{what} on {first}"));
+    fs::remove_dir_all(place.path("saved").join("step-00000003")).unwrap();
+    // What is said of records is not kept.
+    let is_of_data =
+        |flag: &&str| ["data", "no-packing", "too-long"].iter().any(|name| flag.starts_with(name));
+    let data: String = recipe.split("--").filter(is_of_data).map(|flag| format!("--{flag} ")).collect();
+    let last = place.losses(&format!("--resume @saved {data}{second}"));
+    assert_close(&last, &want[2..], 2e-4, &format!("{what} on {first}, then {second}"));
+}
+
+#[test]
+fn random_trainings_of_all_families_are_those_of_one_rank() {
+    let number = |name: &str, default: usize| env::var(name).map_or(default, |text| text.parse().unwrap());
+    let first = number("CANDLE_LM_SET_UP", 0);
+    (first..first + number("CANDLE_LM_SET_UPS", 12)).for_each(run);
+}
