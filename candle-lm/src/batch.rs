@@ -11,7 +11,7 @@ use crate::engine::{Engine, ModelOptions, Purpose};
 use crate::files::Files;
 use crate::generate::Stop;
 use crate::sample::{Sampler, Sampling};
-use crate::step::DecodeStep;
+use crate::scheduler::{NewText, Scheduler};
 use crate::tokens;
 use crate::writing::TextWriter;
 
@@ -43,7 +43,7 @@ pub struct PromptBatch {
 #[deprecated(since = "0.1.0", note = "renamed to PromptBatch")]
 pub type Batch = PromptBatch;
 
-/// The most tokens of new prompts in one pass, if they are not those of one prompt: a bound of the memory.
+/// The most tokens of prompts in one pass: a bound of the memory.
 const MOST_NEW: usize = 2048;
 
 impl PromptBatch {
@@ -120,19 +120,10 @@ pub struct BatchOutput {
     pub bytes: usize,
 }
 
-/// A text in a slot.
-struct SlotText {
-    place: usize,
-    writing: TextWriter,
-    /// The tokens that the model has not seen.
-    input: Vec<u32>,
-    is_first: bool,
-}
-
 /// Continues all prompts of a batch, on all ranks in `stages` stages. Every rank calls it.
 ///
 /// A pass of the model computes the new tokens of all slots: prompts of texts that begin, and one token of each other
-/// text. When a text ends, the next prompt takes its slot. `show` gets what happens, and returns false for a token if the
+/// text. When a text ends, the next prompt takes its slot; what prompts have in common is computed once. `show` gets what happens, and returns false for a token if the
 /// text ends there.
 ///
 /// # Errors
@@ -150,57 +141,37 @@ pub fn run(
     show(BatchEvent::Read)?;
 
     let began = Instant::now();
-    let mut slots: Vec<Option<SlotText>> = (0..batch.slots()).map(|_| None).collect();
+    let mut scheduler = Scheduler::new(&files.config, batch.slots(), room, MOST_NEW);
     let mut texts: Vec<(Vec<u32>, Stop)> = vec![(Vec::new(), Stop::Length); batch.requests.len()];
     let mut passes = 0;
     loop {
-        let mut new = 0;
-        for slot in slots.iter_mut().filter(|slot| slot.is_none()) {
-            let next = waiting.clone().next().map_or(0, |(_, request)| request.prompt.len());
-            let Some((place, request)) =
-                (new == 0 || new + next <= MOST_NEW).then(|| waiting.next()).flatten()
-            else {
-                break;
-            };
-            new += next;
-            let (prompt, sampler) = (request.prompt.clone(), Sampler::of_place(batch.sampling, place));
-            let writing = TextWriter::new(&prompt, request.most, room, sampler);
-            *slot = Some(SlotText { place, writing, input: prompt, is_first: true });
+        while scheduler.has_room()
+            && let Some((place, Request { prompt, most })) = waiting.next()
+        {
+            let sampler = Sampler::of_place(batch.sampling, place);
+            let carried = (place, TextWriter::new(prompt, *most, room, sampler));
+            scheduler.admit(NewText { prompt: prompt.clone(), salt: 0, wants_all: false, carried });
         }
-        let mut step = DecodeStep::default();
-        for (at, running) in slots.iter().enumerate() {
-            if let Some(running) = running {
-                step.push(at, &running.input, running.is_first);
-            }
-        }
-        if step.is_empty() {
+        // All ranks have the same logits, and decide alike.
+        let plan = scheduler.plan();
+        if plan.step.is_empty() {
             break;
         }
-        let logits = engine.step(&step)?;
+        let logits = engine.step(&plan.step)?;
         passes += 1;
-        for (row, span) in step.spans().iter().enumerate() {
-            let Some(mut running) = slots[span.slot].take() else { continue };
-            let place = running.place;
-            let stop = running
-                .writing
-                .next(&logits.get(row)?, &files.ends, |token| show(BatchEvent::Token(place, token)))
+        for rows in &plan.rows {
+            let Some(((place, writing), _)) = scheduler.text(rows.slot) else { continue };
+            let place = *place;
+            let stop = writing
+                .next(&logits.get(rows.first)?, &files.ends, |token| show(BatchEvent::Token(place, token)))
                 .with_context(|| format!("prompt {}", place + 1))?;
-            match stop {
-                Some(stop) => {
+            match (stop, writing.tokens.last().copied()) {
+                (None, Some(token)) => scheduler.write(rows.slot, token),
+                (stop, _) => {
+                    let stop = stop.unwrap_or(Stop::Length);
                     show(BatchEvent::Ended(place, stop))?;
-                    texts[place] = (running.writing.tokens, stop);
-                }
-                None => {
-                    let request = &batch.requests[place].prompt;
-                    let written = &running.writing.tokens;
-                    let read = request.len() + written.len() - 1;
-                    // Where positions turn otherwise in a longer text, its keys are computed again.
-                    running.is_first = files.config.turns_anew(read, read + 1);
-                    running.input = match running.is_first {
-                        true => request.iter().chain(written).copied().collect(),
-                        false => written.last().copied().into_iter().collect(),
-                    };
-                    slots[span.slot] = Some(running);
+                    let ended = scheduler.end(rows.slot, true);
+                    texts[place] = (ended.map_or_else(Vec::new, |(_, writing)| writing.tokens), stop);
                 }
             }
         }

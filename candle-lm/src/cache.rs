@@ -7,7 +7,7 @@ use candle_shard::nn::{KvCache, LatentCache, RotatingKvCache, SequenceCache, Tex
 use candle_shard::{DTensor, Error, Result, TokenOrder};
 
 use crate::config::Config;
-use crate::step::SlotTokens;
+use crate::step::{SlotPast, SlotTokens};
 
 /// The dim of the tokens in keys and values `[batch, heads, tokens, dim]`.
 const TOKENS: usize = 2;
@@ -100,6 +100,16 @@ impl LayerCache {
             Self::Cut(cache, _) => cache.reset(),
             Self::State(state) => *state = LayerState::default(),
         }
+    }
+
+    /// A copy of the first tokens; `None` for a layer that keeps no more than the last ones, or a state behind them.
+    fn prefix(&self, tokens: usize) -> Result<Option<Self>> {
+        Ok(Some(match self {
+            Self::All(cache) => Self::All(cache.prefix(tokens)?),
+            Self::Latent(cache) => Self::Latent(cache.prefix(tokens)?),
+            Self::Cut(cache, dtype) => Self::Cut(Box::new(cache.prefix(tokens)?), *dtype),
+            Self::Window(_) | Self::State(_) => return Ok(None),
+        }))
     }
 }
 
@@ -262,6 +272,28 @@ impl Cache {
         self.room
     }
 
+    /// Whether it can be cut back, because all layers keep all tokens.
+    pub(crate) fn can_be_cut(&self) -> bool {
+        !self.layers.iter().any(|layer| matches!(layer, LayerCache::Window(_) | LayerCache::State(_)))
+    }
+
+    /// Returns a cache with a copy of the first tokens.
+    ///
+    /// # Errors
+    /// If there are fewer tokens, or a layer keeps only the last ones, or a state behind them.
+    pub fn prefix(&self, tokens: usize) -> Result<Self> {
+        let of_layer = |(at, layer): (usize, &LayerCache)| {
+            layer.prefix(tokens)?.ok_or_else(|| {
+                Error::Layout(format!(
+                    "the first {tokens} of {} tokens: layer {at} of the cache does not keep them all; compute them again",
+                    self.len
+                ))
+            })
+        };
+        let layers = self.layers.iter().enumerate().map(of_layer).collect::<Result<_>>()?;
+        Ok(Self { layers, room: self.room, len: tokens, dtype: self.dtype })
+    }
+
     fn forget(&mut self) {
         self.layers.iter_mut().for_each(LayerCache::reset);
         self.len = 0;
@@ -272,15 +304,27 @@ impl Cache {
     }
 }
 
-/// Forgets what is in the slots of texts that begin, and checks that all slots have room for the new tokens.
+/// Forgets what is in the slots of texts that begin, cuts or copies what is before others, and checks that all slots have room for
+/// the new tokens.
 ///
 /// # Errors
-/// If a slot has not.
+/// If a slot has not, or lacks the tokens of a prefix.
 pub(crate) fn begin(slots: &mut [Cache], spans: &[SlotTokens]) -> Result<()> {
-    for SlotTokens { slot, tokens, is_first } in spans {
+    // Copies are those of what was there before the step.
+    let copy = |span: &SlotTokens| match span.past {
+        SlotPast::Prefix { slot, tokens } if slot != span.slot => Some(slots[slot].prefix(tokens)),
+        _ => None,
+    };
+    let copies = spans.iter().map(|span| copy(span).transpose()).collect::<Result<Vec<_>>>()?;
+    for (SlotTokens { slot, tokens, past, .. }, copied) in spans.iter().zip(copies) {
         let cache = &mut slots[*slot];
-        if *is_first {
-            cache.forget();
+        match (copied, past) {
+            (Some(copied), _) => *cache = copied,
+            (None, SlotPast::Nothing) => cache.forget(),
+            (None, SlotPast::Prefix { tokens, .. }) if *tokens != cache.len => {
+                *cache = cache.prefix(*tokens)?
+            }
+            (None, SlotPast::Prefix { .. } | SlotPast::All) => {}
         }
         if cache.len + tokens > cache.room {
             let Cache { len, room, .. } = cache;

@@ -28,7 +28,7 @@ use crate::model::{embedded, finished, losses};
 use crate::norm::Norm;
 use crate::projection::{Projection, TokenTable};
 use crate::rope::{Angles, PackedRows};
-use crate::step::{self, SlotTokens, last_rows};
+use crate::step::{self, SlotTokens, wanted_rows};
 
 /// The name of the table, which a tied output layer has in common with the input.
 const TABLE: &str = "model.embed_tokens.weight";
@@ -36,7 +36,7 @@ const TABLE: &str = "model.embed_tokens.weight";
 /// The target of a token behind which nothing is to be predicted.
 pub const IGNORED: u32 = u32::MAX;
 
-/// The model that writes: `logits` `[texts, vocabulary]` of what follows the new tokens of each text in a step, whose
+/// The model that writes: `logits` `[rows, vocabulary]` of what follows new tokens of texts, for the rows of a step, whose
 /// tokens are `[1, tokens]` and whose spans are packed in a row. Each of `slots` texts has up to `longest` tokens.
 ///
 /// # Errors
@@ -62,8 +62,8 @@ pub fn writer(
             Ok(y)
         }
     });
-    // Only what follows the last token of each text is asked for.
-    let h = model.norm(h, Some(spans), last_rows);
+    // Only what follows the wanted tokens of each text is computed.
+    let h = model.norm(h, Some(spans), wanted_rows);
     let [logits] = model.head(h, &[], |head, h, _| Ok([head(h)?.squeeze(0)?]));
     model.g.output("logits", logits);
     cut.finish(model.g, config)

@@ -210,7 +210,8 @@ impl Engine {
         }
     }
 
-    /// The logits `[texts, vocabulary]` of what follows the new tokens of each text, with the same bits on all ranks.
+    /// The logits `[rows, vocabulary]` of what follows new tokens of texts, for the [rows](DecodeStep::rows) of a step, with the same
+    /// bits on all ranks.
     ///
     /// # Errors
     /// Those of the model.

@@ -17,7 +17,7 @@ use crate::layer::DecoderLayer;
 use crate::norm::Norm;
 use crate::projection::{Projection, TokenTable};
 use crate::rope::Angles;
-use crate::step::{DecodeStep, SlotTokens, last_rows};
+use crate::step::{DecodeStep, SlotPast, SlotTokens, wanted_rows};
 
 /// A decoder of any family.
 #[derive(Debug)]
@@ -181,14 +181,14 @@ impl Decoder {
         self.logits(&self.after(tokens, cache)?)
     }
 
-    /// The logits `[texts, vocabulary]` of what follows the new tokens of each text of a step.
+    /// The logits `[rows, vocabulary]` of what follows the new tokens of texts, for the [rows](DecodeStep::rows) of a step.
     ///
     /// # Errors
     /// If a slot has no room for the tokens, or a text has none.
     pub fn step(&self, step: &DecodeStep, slots: &mut [Cache]) -> Result<Tensor> {
         let tokens = self.everywhere(&step.tokens(self.device())?)?;
         let h = self.hidden(&tokens, Some((slots, step.spans())))?;
-        Ok(self.logits(&last_rows(&h, step.spans())?)?.squeeze(0)?)
+        Ok(self.logits(&wanted_rows(&h, step.spans())?)?.squeeze(0)?)
     }
 
     /// The sum of the losses of `targets` `[1, last]`, which follow the last of `tokens` `[1, tokens]`.
@@ -225,7 +225,7 @@ impl Decoder {
     /// The hidden states of tokens behind those in a cache.
     fn after(&self, tokens: &Tensor, cache: &mut Cache) -> Result<DTensor> {
         let count = tokens.dims().get(1).copied().unwrap_or(0);
-        let span = SlotTokens { slot: 0, tokens: count, is_first: false };
+        let span = SlotTokens { slot: 0, tokens: count, past: SlotPast::All, rows: count };
         self.hidden(&self.everywhere(tokens)?, Some((std::slice::from_mut(cache), &[span])))
     }
 

@@ -1,11 +1,13 @@
 //! Which token comes next.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
+
+use crate::error::{InputResult, require};
 
 /// How tokens are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -20,6 +22,10 @@ pub struct Sampling {
     pub min_p: f64,
     /// What positive logits of tokens that were there before are divided by, and negative ones multiplied with.
     pub repetition_penalty: f64,
+    /// What is subtracted from the logit of a token that was written before; 0 for nothing.
+    pub presence_penalty: f64,
+    /// What is subtracted from the logit of a token for each time that it was written; 0 for nothing.
+    pub frequency_penalty: f64,
     /// The seed of the draws.
     pub seed: u64,
 }
@@ -27,7 +33,38 @@ pub struct Sampling {
 impl Default for Sampling {
     /// The most likely token.
     fn default() -> Self {
-        Self { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 }
+        Self {
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            seed: 0,
+        }
+    }
+}
+
+impl Sampling {
+    /// Checks that tokens can be chosen like this.
+    ///
+    /// # Errors
+    /// If a number is none, or out of its range.
+    pub fn check(&self) -> InputResult {
+        let Self { temperature, top_p, min_p, repetition_penalty, .. } = *self;
+        let is_from = |value: f64, least: f64, most: f64| (least..=most).contains(&value);
+        require!(is_from(temperature, 0.0, f64::MAX), "the temperature {temperature} is not 0 or more");
+        require!(is_from(top_p, 0.0, 1.0), "top_p {top_p} is not from 0 to 1");
+        require!(is_from(min_p, 0.0, 1.0), "min_p {min_p} is not from 0 to 1");
+        require!(
+            is_from(repetition_penalty, 0.01, 100.0),
+            "the repetition penalty {repetition_penalty} is not from 0.01 to 100"
+        );
+        for (name, penalty) in [("presence", self.presence_penalty), ("frequency", self.frequency_penalty)] {
+            require!(is_from(penalty, -100.0, 100.0), "the {name} penalty {penalty} is not from -100 to 100");
+        }
+        Ok(())
     }
 }
 
@@ -38,12 +75,19 @@ pub struct Sampler {
     rng: ChaCha8Rng,
     /// The tokens that were there before, if that matters.
     seen: BTreeSet<u32>,
+    /// How often tokens were written, if that matters.
+    written: BTreeMap<u32, u32>,
 }
 
 impl Sampler {
     /// A sampler at the start of its draws.
     pub fn new(sampling: Sampling) -> Self {
-        Self { sampling, rng: ChaCha8Rng::seed_from_u64(sampling.seed), seen: BTreeSet::new() }
+        Self {
+            sampling,
+            rng: ChaCha8Rng::seed_from_u64(sampling.seed),
+            seen: BTreeSet::new(),
+            written: BTreeMap::new(),
+        }
     }
 
     /// A sampler of one of several texts, by its place among them. Each has a random stream of its own; the first has that
@@ -61,12 +105,27 @@ impl Sampler {
         }
     }
 
+    /// Takes note of a token that was written.
+    pub fn wrote(&mut self, token: u32) {
+        self.see(&[token]);
+        if (self.sampling.presence_penalty, self.sampling.frequency_penalty) != (0.0, 0.0) {
+            *self.written.entry(token).or_default() += 1;
+        }
+    }
+
     /// A token by its logits `[vocabulary]`.
     ///
     /// # Errors
     /// If a logit is no number or infinitely large, or all are infinitely small: a model that computes so has no next token.
     pub fn next(&mut self, logits: &Tensor) -> Result<u32> {
-        let mut logits = logits.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        self.choose(logits.to_dtype(DType::F32)?.to_vec1::<f32>()?)
+    }
+
+    /// A token by its logits.
+    ///
+    /// # Errors
+    /// Those of [`next`](Self::next).
+    pub(crate) fn choose(&mut self, mut logits: Vec<f32>) -> Result<u32> {
         let mut most = largest(&logits)?;
         let penalty = self.sampling.repetition_penalty as f32;
         for &token in &self.seen {
@@ -74,7 +133,13 @@ impl Sampler {
                 *logit = if *logit < 0.0 { *logit * penalty } else { *logit / penalty };
             }
         }
-        if !self.seen.is_empty() {
+        let Sampling { presence_penalty, frequency_penalty, .. } = self.sampling;
+        for (&token, &times) in &self.written {
+            if let Some(logit) = logits.get_mut(token as usize) {
+                *logit -= (presence_penalty + frequency_penalty * f64::from(times)) as f32;
+            }
+        }
+        if !(self.seen.is_empty() && self.written.is_empty()) {
             most = largest(&logits)?;
         }
         let best = logits.iter().position(|logit| *logit == most).filter(|_| most.is_finite());
@@ -215,6 +280,29 @@ mod tests {
         assert_eq!(drawn(penalty, &[1]), [2, 3].into());
         // A negative logit becomes smaller.
         assert_eq!(drawn(Sampling { top_k: 4, ..penalty }, &[4]), [0, 1, 2, 3].into());
+    }
+
+    #[test]
+    fn tokens_that_were_written_lose_by_their_number() {
+        let logits = Tensor::new(&[0f32, 2.0, 1.4, 1.0], &Device::Cpu).unwrap();
+        let base = Sampling { presence_penalty: 0.5, ..Sampling::default() };
+        let written = |sampling: Sampling| {
+            let mut sampler = Sampler::new(sampling);
+            sampler.see(&[1, 2]); // a prompt does not count
+            let mut next = || {
+                let token = sampler.next(&logits).unwrap();
+                sampler.wrote(token);
+                token
+            };
+            [next(), next(), next(), next()]
+        };
+        assert_eq!(written(Sampling::default()), [1, 1, 1, 1]);
+        assert_eq!(written(base), [1, 1, 1, 1]);
+        assert_eq!(written(Sampling { presence_penalty: 0.8, ..base }), [1, 2, 1, 1]);
+        let frequency = Sampling { presence_penalty: 0.0, frequency_penalty: 0.5, ..base };
+        // 2, 1.5, then 1.4 and 1, then 0.9.
+        assert_eq!(written(frequency), [1, 1, 2, 1]);
+        assert_eq!(written(Sampling { frequency_penalty: -1.0, ..frequency }), [1, 1, 1, 1]);
     }
 
     #[test]

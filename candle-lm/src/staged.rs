@@ -64,14 +64,14 @@ impl StagedDecoder {
         })
     }
 
-    /// The logits `[texts, vocabulary]` of what follows the new tokens of each text, on all ranks, of a decoder that
-    /// writes.
+    /// The logits `[rows, vocabulary]` of what follows new tokens of texts, for the rows of a step, on all ranks, of a
+    /// decoder that writes.
     ///
     /// # Errors
     /// Those of the runtime.
     pub(crate) fn step(&self, step: &DecodeStep) -> Result<Tensor> {
         let device = &self.device;
-        let shape = [step.spans().len(), self.vocab_size];
+        let shape = [step.rows(), self.vocab_size];
         self.output("logits", [step.tokens(device)?, step.packed(device)?], &shape)
     }
 

@@ -3,15 +3,33 @@
 use candle_core::{Device, Tensor};
 use candle_shard::{DTensor, Result};
 
+/// What is before the new tokens of a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SlotPast {
+    /// Nothing: the text begins with them. What the slot had before is forgotten.
+    Nothing,
+    /// All that the slot has.
+    All,
+    /// The first `tokens` tokens in a slot, from 1 on. Its own are cut back to them, and those of another slot are copied.
+    Prefix {
+        /// The slot.
+        slot: usize,
+        /// How many of its tokens.
+        tokens: usize,
+    },
+}
+
 /// The new tokens of a text, which has a slot of the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotTokens {
-    /// The slot of the cache that has the tokens before.
+    /// The slot of the cache that the tokens go to.
     pub slot: usize,
     /// How many new tokens there are.
     pub tokens: usize,
-    /// Whether the text begins with them. What the slot had before is then forgotten.
-    pub is_first: bool,
+    /// What is before them.
+    pub past: SlotPast,
+    /// For how many of them, the last ones, logits of what follows are wanted.
+    pub rows: usize,
 }
 
 /// The former name of [`SlotTokens`].
@@ -30,13 +48,42 @@ pub struct DecodeStep {
 }
 
 /// The numbers of a span in a tensor.
-const FIELDS: usize = 3;
+const FIELDS: usize = 5;
+
+impl SlotTokens {
+    /// The span as numbers. Of the past, they have the slot and the tokens: 0 for nothing, and the most for all.
+    fn fields(&self) -> [u32; FIELDS] {
+        let [from, kept] = match self.past {
+            SlotPast::Nothing => [self.slot as u32, 0],
+            SlotPast::All => [self.slot as u32, u32::MAX],
+            SlotPast::Prefix { slot, tokens } => [slot as u32, tokens as u32],
+        };
+        [self.slot as u32, self.tokens as u32, self.rows as u32, from, kept]
+    }
+
+    fn of_fields(fields: &[u32; FIELDS]) -> Self {
+        let [slot, tokens, rows, from, kept] = fields.map(|field| field as usize);
+        let past = match fields[4] {
+            0 => SlotPast::Nothing,
+            u32::MAX => SlotPast::All,
+            _ => SlotPast::Prefix { slot: from, tokens: kept },
+        };
+        Self { slot, tokens, past, rows }
+    }
+}
 
 impl DecodeStep {
-    /// Adds the new tokens of the text in a slot, which comes after those of all texts that were added.
+    /// Adds the new tokens of the text in a slot, which comes after those of all texts that were added. Logits are
+    /// wanted of what follows the last one.
     pub fn push(&mut self, slot: usize, tokens: &[u32], is_first: bool) {
+        let past = if is_first { SlotPast::Nothing } else { SlotPast::All };
+        self.push_behind(slot, past, tokens, 1);
+    }
+
+    /// Adds the new tokens of the text in a slot behind a past. Logits are wanted of what follows the last `rows` of them.
+    pub fn push_behind(&mut self, slot: usize, past: SlotPast, tokens: &[u32], rows: usize) {
         self.tokens.extend(tokens);
-        self.spans.push(SlotTokens { slot, tokens: tokens.len(), is_first });
+        self.spans.push(SlotTokens { slot, tokens: tokens.len(), past, rows: rows.min(tokens.len()) });
     }
 
     /// How many tokens there are.
@@ -59,39 +106,85 @@ impl DecodeStep {
         Tensor::from_slice(&self.tokens, (1, self.tokens.len()), device)
     }
 
+    /// The rows of logits: those that are wanted, or one if none is.
+    pub fn rows(&self) -> usize {
+        rows(&self.spans)
+    }
+
     /// The spans in a tensor of one row, as stages get them.
     pub(crate) fn packed(&self, device: &Device) -> candle_core::Result<Tensor> {
-        let fields = |span: &SlotTokens| [span.slot as u32, span.tokens as u32, u32::from(span.is_first)];
-        let packed: Vec<u32> = self.spans.iter().flat_map(fields).collect();
+        let packed: Vec<u32> = self.spans.iter().flat_map(SlotTokens::fields).collect();
         Tensor::from_vec(packed, (1, self.spans.len() * FIELDS), device)
     }
+
+    /// The step as numbers: how many spans there are, the spans, and the tokens.
+    pub(crate) fn words(&self) -> Vec<u32> {
+        let spans = self.spans.iter().flat_map(SlotTokens::fields);
+        std::iter::once(self.spans.len() as u32).chain(spans).chain(self.tokens.iter().copied()).collect()
+    }
+
+    /// The step of [`words`](Self::words); `None` if they are none.
+    pub(crate) fn of_words(words: &[u32]) -> Option<Self> {
+        let (&spans, rest) = words.split_first()?;
+        let (spans, tokens) = rest.split_at_checked((spans as usize).checked_mul(FIELDS)?)?;
+        let (spans, _) = spans.as_chunks::<FIELDS>();
+        let spans: Vec<SlotTokens> = spans.iter().map(SlotTokens::of_fields).collect();
+        let known: usize = spans.iter().map(|span| span.tokens).sum();
+        (known == tokens.len()).then(|| Self { tokens: tokens.to_vec(), spans })
+    }
+}
+
+fn rows(spans: &[SlotTokens]) -> usize {
+    spans.iter().map(|span| span.rows).sum::<usize>().max(1)
 }
 
 /// Returns the spans that [`DecodeStep::packed`] packed; none if there is nothing that was packed.
 pub(crate) fn unpack(packed: Option<&Tensor>) -> candle_core::Result<Vec<SlotTokens>> {
     let Some(packed) = packed else { return Ok(Vec::new()) };
     let packed = packed.flatten_all()?.to_vec1::<u32>()?;
-    let span = |fields: &[u32]| SlotTokens {
-        slot: fields[0] as usize,
-        tokens: fields[1] as usize,
-        is_first: fields[2] != 0,
-    };
-    Ok(packed.chunks_exact(FIELDS).map(span).collect())
+    let (spans, _) = packed.as_chunks::<FIELDS>();
+    Ok(spans.iter().map(SlotTokens::of_fields).collect())
 }
 
-/// Returns the rows of `x` `[1, tokens, ..]` for the last token of each text.
-pub(crate) fn last_rows(x: &DTensor, spans: &[SlotTokens]) -> Result<DTensor> {
-    if spans.len() == x.dims()[1] {
+/// Returns the rows of `x` `[1, tokens, ..]` of which logits are wanted: the last ones of each text. If none is wanted, it is the very
+/// last one, since layers compute no empty tensors.
+pub(crate) fn wanted_rows(x: &DTensor, spans: &[SlotTokens]) -> Result<DTensor> {
+    let tokens = x.dims()[1];
+    if rows(spans) == tokens {
         return Ok(x.clone()); // a token of each text
     }
-    let mut end = 0;
-    let last = |span: &SlotTokens| {
+    let (mut end, mut parts) = (0, Vec::with_capacity(spans.len()));
+    for span in spans {
         end += span.tokens;
-        x.narrow(1, end - 1, 1)
-    };
-    let rows: Vec<DTensor> = spans.iter().map(last).collect::<Result<_>>()?;
-    match &rows[..] {
-        [row] => Ok(row.clone()),
-        rows => DTensor::cat(rows, 1),
+        if span.rows > 0 {
+            parts.push(x.narrow(1, end - span.rows, span.rows)?);
+        }
+    }
+    match &parts[..] {
+        [] => x.narrow(1, tokens.saturating_sub(1), 1),
+        [part] => Ok(part.clone()),
+        parts => DTensor::cat(parts, 1),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::{DecodeStep, SlotPast, unpack};
+    use candle_core::Device;
+
+    #[test]
+    fn a_step_is_the_same_behind_words_and_packed_spans() {
+        let mut step = DecodeStep::default();
+        step.push(0, &[7], false);
+        step.push_behind(2, SlotPast::Nothing, &[1, 2, 3], 0);
+        step.push_behind(3, SlotPast::Prefix { slot: 0, tokens: 5 }, &[4, 5], 9);
+        assert_eq!(step.rows(), 3);
+        let words = step.words();
+        assert_eq!(DecodeStep::of_words(&words), Some(step.clone()));
+        assert_eq!(unpack(Some(&step.packed(&Device::Cpu).unwrap())).unwrap(), step.spans());
+        for len in 0..words.len() {
+            assert_eq!(DecodeStep::of_words(&words[..len]), None, "{len}");
+        }
     }
 }

@@ -50,16 +50,39 @@ impl TextWriter {
         ends: &BTreeSet<u32>,
         show: impl FnOnce(u32) -> Result<bool>,
     ) -> Result<Option<Stop>> {
-        let at = self.prompt + self.tokens.len();
-        let token = self.sampler.next(logits).with_context(|| format!("the token at position {at}"))?;
+        let logits = logits.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        let told = if self.tokens.is_empty() { top(&logits, TOP) } else { Vec::new() };
+        let token = self.choose(logits)?;
         if self.tokens.is_empty() {
-            self.logits_top = top(logits)?;
+            self.logits_top = told;
         }
+        self.take(token, ends, show)
+    }
+
+    /// Chooses the next token by its logits.
+    ///
+    /// # Errors
+    /// If the logits are no numbers.
+    pub(crate) fn choose(&mut self, logits: Vec<f32>) -> Result<u32> {
+        let at = self.prompt + self.tokens.len();
+        self.sampler.choose(logits).with_context(|| format!("the token at position {at}"))
+    }
+
+    /// Takes the next token, and returns why the text ends, if it does.
+    ///
+    /// # Errors
+    /// Those of `show`.
+    pub(crate) fn take(
+        &mut self,
+        token: u32,
+        ends: &BTreeSet<u32>,
+        show: impl FnOnce(u32) -> Result<bool>,
+    ) -> Result<Option<Stop>> {
         if ends.contains(&token) {
             return Ok(Some(Stop::End));
         }
         self.tokens.push(token);
-        self.sampler.see(&[token]);
+        self.sampler.wrote(token);
         if !show(token)? {
             return Ok(Some(Stop::Text));
         }
@@ -70,10 +93,14 @@ impl TextWriter {
 /// How many logits are told.
 const TOP: usize = 20;
 
-/// The tokens with the largest logits.
-fn top(logits: &Tensor) -> Result<Vec<(u32, f32)>> {
-    let mut all: Vec<(u32, f32)> = (0..).zip(logits.to_dtype(DType::F32)?.to_vec1::<f32>()?).collect();
-    all.sort_by(|(a, x), (b, y)| y.total_cmp(x).then(a.cmp(b)));
-    all.truncate(TOP);
-    Ok(all)
+/// The tokens with the largest logits, as many as `count`, the largest first.
+pub(crate) fn top(logits: &[f32], count: usize) -> Vec<(u32, f32)> {
+    let mut all: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).collect();
+    let order = |(a, x): &(u32, f32), (b, y): &(u32, f32)| y.total_cmp(x).then(a.cmp(b));
+    if let Some(last) = count.checked_sub(1).filter(|&last| last < all.len()) {
+        all.select_nth_unstable_by(last, order);
+    }
+    all.truncate(count);
+    all.sort_by(order);
+    all
 }

@@ -269,6 +269,7 @@ impl Args {
     /// Returns the sampling options.
     pub fn sampling(&self) -> Sampling {
         let Self { temperature, top_p, top_k, min_p, repetition_penalty, .. } = *self;
-        Sampling { temperature, top_p, top_k, min_p, repetition_penalty, seed: self.seed() }
+        let seed = self.seed();
+        Sampling { temperature, top_p, top_k, min_p, repetition_penalty, seed, ..Sampling::default() }
     }
 }

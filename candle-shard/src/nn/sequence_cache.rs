@@ -124,6 +124,32 @@ impl SequenceCache {
         self.positions.iter().map(Vec::len).sum()
     }
 
+    /// Returns a cache with a copy of the first tokens, which lie as they do here.
+    ///
+    /// # Errors
+    /// If there are fewer tokens. The error is the same on all ranks.
+    pub fn prefix(&self, tokens: usize) -> Result<Self> {
+        let there = self.current_seq_len();
+        if tokens > there {
+            return Error::op(OP, format!("the first {tokens} of {there} tokens: expected as many at most"));
+        }
+        let first = |of_rank: &Vec<usize>| of_rank.iter().copied().filter(|&at| at < tokens).collect();
+        let mut made = Self {
+            mesh: self.mesh.clone(),
+            axis: self.axis,
+            held: kv_cache::KvCache::new(1, self.held.k_cache().max_seq_len().max(1)),
+            positions: self.positions.iter().map(first).collect(),
+            specs: self.specs.clone().filter(|_| tokens > 0),
+            device: self.device.clone(),
+        };
+        let mine = made.positions[self.mesh.coordinate()[self.axis]].len();
+        if let Some((k, v)) = self.held.k()?.zip(self.held.v()?).filter(|_| mine > 0) {
+            let first = |x: Tensor| x.narrow(1, 0, mine)?.contiguous();
+            made.held.append(&first(k)?, &first(v)?)?;
+        }
+        Ok(made)
+    }
+
     /// Removes all tokens.
     pub fn reset(&mut self) {
         self.held.reset();

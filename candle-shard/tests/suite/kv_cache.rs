@@ -5,8 +5,8 @@ use crate::common::*;
 use candle_core::{DType, Device::Cpu, Tensor};
 use candle_dist::{DeviceMesh, comm};
 use candle_nn::kv_cache;
-use candle_shard::nn::{KvCache, RotatingKvCache};
-use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
+use candle_shard::nn::{KvCache, LatentCache, RotatingKvCache, TextCache, TextTokens};
+use candle_shard::{Attention, DTensor, Placement, Replicate, Result, Shard};
 use test_utils::on_ranks;
 
 /// Tokens of the calls: into the memory, to its end, beyond it, more at once than it has room for.
@@ -194,4 +194,82 @@ fn what_a_cache_returned_is_not_writable() {
         assert_eq!(value_error(&cache.k()?.unwrap(), &new_tokens(0, 3)[0])?, 0.0);
         Ok(())
     });
+}
+
+#[test]
+fn a_prefix_is_a_copy_that_goes_on_by_itself() {
+    for shape in [&[1][..], &[2], &[4], &[2, 2]] {
+        on_ranks(shape.iter().product(), "prefix", |ctx| -> Result<()> {
+            let mesh = mesh(ctx, shape)?;
+            for at in layouts(&mesh) {
+                let mut cache = KvCache::new(2, ROOM).with_dtype(DType::BF16);
+                assert_eq!(cache.prefix(0)?.current_seq_len(), 0);
+                let first = new_tokens(0, 5);
+                let [k, v] = spread(&first, &mesh, &at)?;
+                cache.append(&k, &v)?;
+                for tokens in 0..=5 {
+                    let mut other = cache.prefix(tokens)?;
+                    assert_eq!((other.current_seq_len(), other.k()?.is_some()), (tokens, tokens > 0));
+                    // Both grow, and neither changes the other.
+                    for (cache, call, before) in [(&mut other, 1, tokens), (&mut cache.prefix(5)?, 2, 5)] {
+                        let new = new_tokens(call, 3);
+                        let [k, v] = spread(&new, &mesh, &at)?;
+                        let (got_k, got_v) = cache.append(&k, &v)?;
+                        for (got, i) in [(got_k, 0), (got_v, 1)] {
+                            let want = Tensor::cat(&[&first[i].narrow(2, 0, before)?, &new[i]], 2)?;
+                            assert_eq!(value_error(&got, &rounded(&want, DType::BF16)?)?, 0.0, "{at:?}");
+                            assert_eq!(got.placements(), &at[..]);
+                        }
+                    }
+                }
+                let said = cache.prefix(6).unwrap_err().to_string();
+                assert!(said.contains("the first 6 of 5 tokens"), "{said}");
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_prefix_of_latents_and_of_ranks_without_heads_is_what_attention_sees() {
+    for ranks in 1..=4 {
+        on_ranks(ranks, "prefix", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("tp", ranks)])?;
+            // Three heads on up to four ranks; or one latent that all have.
+            for (at, heads, is_latent) in [(Shard(1), 3, false), (Replicate, 1, true)] {
+                let query = |tokens, seed| {
+                    distribute(&values(&[1, 3, tokens, 4], seed, DType::F32), &mesh, &[Shard(1)])
+                };
+                let key = |tokens, seed| {
+                    distribute(&values(&[1, heads, tokens, 4], seed, DType::F32), &mesh, &[at])
+                };
+                let attention = |cache: &mut (KvCache, LatentCache), tokens, seed| -> Result<Tensor> {
+                    let (q, k) = (query(tokens, seed)?, key(tokens, seed + 1)?);
+                    let cache = match is_latent {
+                        true => TextCache::Latent(&mut cache.1),
+                        false => TextCache::All(&mut cache.0),
+                    };
+                    let made = Attention::default()
+                        .causal(true)
+                        .of_texts([&q, &k, &k], vec![TextTokens { tokens, cache }])?;
+                    made.full_tensor()
+                };
+                let empty = || (KvCache::new(2, 16), LatentCache::new(2, 16));
+                let (mut long, mut short) = (empty(), empty());
+                attention(&mut long, 4, 1)?;
+                attention(&mut long, 5, 11)?;
+                attention(&mut short, 4, 1)?;
+                let mut cut = match is_latent {
+                    true => (KvCache::new(2, 16), long.1.prefix(4)?),
+                    false => (long.0.prefix(4)?, LatentCache::new(2, 16)),
+                };
+                for (tokens, seed) in [(1, 21), (3, 31)] {
+                    let [got, want] =
+                        [attention(&mut cut, tokens, seed)?, attention(&mut short, tokens, seed)?];
+                    assert_eq!(distance(&got, &want), 0.0, "{at:?} on {ranks}");
+                }
+            }
+            Ok(())
+        });
+    }
 }

@@ -10,7 +10,7 @@ use crate::config::parts::Parts;
 
 /// Their rows.
 pub(super) static FAMILIES: [Family; 1] = [Family {
-    model_type: MODEL_TYPE,
+    model_type: "gpt_oss",
     architecture: "GptOssForCausalLM",
     fields: &GPT_OSS,
     absent: FamilyDefaults { head_dim: Some(64), rope_theta: 150_000.0, ..PLAIN },
@@ -26,8 +26,6 @@ pub(super) static FAMILIES: [Family; 1] = [Family {
         })
     },
 }];
-
-const MODEL_TYPE: &str = "gpt_oss";
 
 const GPT_OSS: [(&str, FieldRule); 12] = joined(
     ROUTER,
@@ -49,7 +47,7 @@ pub(super) fn plain(mut fields: Map<String, Value>) -> Map<String, Value> {
     let has_rope = ["rope_parameters", "rope_scaling"]
         .iter()
         .any(|name| fields.get(*name).is_some_and(|rope| !rope.is_null()));
-    if fields.get("model_type") == Some(&json!(MODEL_TYPE)) && !has_rope {
+    if !has_rope {
         let scaling = json!({
             "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
             "original_max_position_embeddings": 4096,

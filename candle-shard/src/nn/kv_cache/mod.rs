@@ -2,7 +2,7 @@
 mod layout;
 mod texts;
 
-use crate::{DTensor, Result};
+use crate::{DTensor, Error, Result};
 use candle_core::{D, DType, Device, Tensor};
 use candle_nn::kv_cache;
 use layout::CacheLayout;
@@ -69,6 +69,14 @@ impl LatentCache {
         self.0.held.keys.current_seq_len()
     }
 
+    /// See [`KvCache::prefix`].
+    ///
+    /// # Errors
+    /// Those of [`KvCache::prefix`].
+    pub fn prefix(&self, tokens: usize) -> Result<Self> {
+        Ok(Self(self.0.prefix(tokens)?))
+    }
+
     /// See [`KvCache::reset`].
     pub fn reset(&mut self) {
         self.0.reset();
@@ -115,6 +123,33 @@ impl KvCache {
     /// Returns the number of tokens that fit into the allocated memory.
     pub fn max_seq_len(&self) -> usize {
         self.0.held.k_cache().max_seq_len()
+    }
+
+    /// Returns a cache with a copy of the first tokens: this one cut back, or the beginning of another text that starts
+    /// with them.
+    ///
+    /// # Errors
+    /// If there are fewer tokens. The error is the same on all ranks.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device::Cpu, Tensor};
+    /// # use candle_dist::World;
+    /// # use candle_shard::nn::KvCache;
+    /// # use candle_shard::{DTensor, Result, Shard};
+    /// # World::threads(2).run(|ctx| -> Result<()> {
+    /// # let mesh = ctx.mesh(&[("tp", 2)])?;
+    /// let keys = Tensor::ones((1, 2, 5, 4), DType::F32, &Cpu)?; // [batch, heads, tokens, head_dim]
+    /// let keys = DTensor::distribute(&keys, &mesh, &[Shard(1)])?;
+    /// let mut cache = KvCache::new(2, 16);
+    /// cache.append(&keys, &keys)?;
+    /// let other = cache.prefix(3)?;
+    /// assert_eq!((cache.current_seq_len(), other.current_seq_len()), (5, 3));
+    /// # Ok(())
+    /// # })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn prefix(&self, tokens: usize) -> Result<Self> {
+        Ok(Self(self.0.prefix(tokens)?))
     }
 
     /// Removes all tokens and frees the memory.
@@ -298,8 +333,31 @@ impl<H: CacheStorage> LocalCache<H> {
     }
 
     fn reset(&mut self) {
+        *self = self.emptied();
+    }
+
+    /// An empty cache of the same kind.
+    fn emptied(&self) -> Self {
         let CacheLayout { dim, max_seq_len, dtype, .. } = self.layout;
-        *self = Self::new(dim, max_seq_len);
-        self.layout.dtype = dtype;
+        let mut empty = Self::new(dim, max_seq_len);
+        empty.layout.dtype = dtype;
+        empty
+    }
+
+    /// A copy of the first tokens, all of which are there.
+    fn prefix(&self, tokens: usize) -> Result<Self> {
+        let mut made = self.emptied();
+        let kept = self.held.k()?.zip(self.held.v()?);
+        let CacheLayout { op, dim, .. } = self.layout;
+        let there = kept.as_ref().map_or(Ok(0), |(k, _)| k.dim(dim))?;
+        if tokens > there {
+            return Error::op(op, format!("the first {tokens} of {there} tokens: expected as many at most"));
+        }
+        if let Some((k, v)) = kept.filter(|_| tokens > 0) {
+            let first = |x: Tensor| x.narrow(dim, 0, tokens)?.contiguous();
+            made.held.append(&first(k)?, &first(v)?)?;
+            made.layout.specs = self.layout.specs.clone();
+        }
+        Ok(made)
     }
 }

@@ -49,6 +49,39 @@ fn decoding_over_a_cut_cache_equals_one_device() {
 }
 
 #[test]
+fn a_prefix_of_a_cut_cache_goes_on_as_the_cache_did() {
+    for world in 1..=4 {
+        on_ranks(world, "prefix", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("cp", world)])?;
+            let (k, v) = (values(&[1, 30, 2, 4], 2, DType::F64), values(&[1, 30, 2, 4], 3, DType::F64));
+            let part =
+                |x: &Tensor, at, len| distribute(&x.narrow(1, at, len)?.contiguous()?, &mesh, &[Replicate]);
+            let append =
+                |cache: &mut SequenceCache, at, len| cache.append(&part(&k, at, len)?, &part(&v, at, len)?);
+            let mut cache = SequenceCache::new(&mesh, "cp", 8)?;
+            for (at, len) in [(0, 7), (7, 1), (8, 5)] {
+                append(&mut cache, at, len)?;
+            }
+            for tokens in 0..=13 {
+                let mut other = cache.prefix(tokens)?;
+                assert_eq!((other.current_seq_len(), other.keys_and_values().is_ok()), (tokens, tokens > 0));
+                append(&mut other, tokens, 9)?;
+                let (keys, all_values) = other.keys_and_values()?;
+                let query = part(&k, tokens + 8, 1)?;
+                let whole = Attention::default().causal(true);
+                let got = whole.clone().key_order(other.order()?).of(&query, &keys, &all_values)?;
+                let want = whole.of(&query, &part(&k, 0, tokens + 9)?, &part(&v, 0, tokens + 9)?)?;
+                let error = distance(&got.full_tensor()?, &want.full_tensor()?);
+                assert!(error < 1e-12, "{tokens} on {world}: {error:e}");
+                assert_eq!(cache.current_seq_len(), 13);
+            }
+            assert!(cache.prefix(14).unwrap_err().to_string().contains("the first 14 of 13 tokens"));
+            Ok(())
+        });
+    }
+}
+
+#[test]
 fn strict_mode_has_one_answer_for_a_cache_of_any_length() {
     for world in 1..=4 {
         on_ranks(world, "strict", move |ctx| -> Result<()> {

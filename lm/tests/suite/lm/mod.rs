@@ -21,6 +21,7 @@ mod info;
 mod latents;
 mod proofs;
 mod quantized;
+mod requests;
 mod ropes;
 mod score;
 mod shares;

@@ -1,0 +1,531 @@
+//! Which texts have slots of the cache, and what the next pass computes.
+
+use crate::cache::Cache;
+use crate::config::Config;
+use crate::step::{DecodeStep, SlotPast};
+
+/// The slots of the cache, and the texts in them, which carry a `T` each.
+///
+/// A text is admitted into a free slot, its prompt is read in chunks, and then it grows token by token. What a text leaves
+/// in its slot stays there until the slot is needed. A later text begins with the tokens that it has in common with any slot.
+#[derive(Debug)]
+pub(crate) struct Scheduler<T> {
+    slots: Vec<CacheSlot<T>>,
+    config: Config,
+    /// The most tokens of prompts in a pass.
+    chunk: usize,
+    /// Whether a cache can be cut back to any of its tokens.
+    can_be_cut: bool,
+    /// How many texts were admitted or have ended so far: a clock.
+    turn: u64,
+}
+
+/// A slot of the cache.
+#[derive(Debug)]
+struct CacheSlot<T> {
+    /// The tokens that the cache has.
+    cached: Vec<u32>,
+    /// The longest text by whose length their positions were turned.
+    length: usize,
+    salt: u64,
+    /// When its last text ended.
+    last_used: u64,
+    text: Option<SlotText<T>>,
+}
+
+/// A text that is being read or written.
+#[derive(Debug)]
+struct SlotText<T> {
+    /// The prompt, and what was written.
+    tokens: Vec<u32>,
+    prompt: usize,
+    salt: u64,
+    wants_all: bool,
+    /// The tokens of the prompt that were not computed; `None` until the first of the others are.
+    reused: Option<usize>,
+    admitted: u64,
+    carried: T,
+}
+
+/// A text that is admitted.
+#[derive(Debug)]
+pub(crate) struct NewText<T> {
+    /// Its prompt, which is not empty and fits into a slot.
+    pub(crate) prompt: Vec<u32>,
+    /// Texts of unlike salts share nothing.
+    pub(crate) salt: u64,
+    /// Whether the logits of all of the prompt's tokens are wanted.
+    pub(crate) wants_all: bool,
+    pub(crate) carried: T,
+}
+
+/// What a pass computes.
+#[derive(Debug, Default)]
+pub(crate) struct PassPlan {
+    pub(crate) step: DecodeStep,
+    /// Where each text of which logits are wanted has them, in the order of slots.
+    pub(crate) rows: Vec<PassRows>,
+    /// How many tokens of prompts it has.
+    pub(crate) prompt: usize,
+}
+
+/// The logits of a text in a pass.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PassRows {
+    pub(crate) slot: usize,
+    /// The first row.
+    pub(crate) first: usize,
+    /// How many there are.
+    pub(crate) rows: usize,
+    /// Whether the last row says what follows the text so far.
+    pub(crate) is_next: bool,
+}
+
+impl<T> Scheduler<T> {
+    /// Free slots for texts of up to `room` tokens of a model, of which up to `chunk` tokens of prompts are computed in a pass.
+    pub(crate) fn new(config: &Config, slots: usize, room: usize, chunk: usize) -> Self {
+        let empty = |_| CacheSlot { cached: Vec::new(), length: 0, salt: 0, last_used: 0, text: None };
+        Self {
+            slots: (0..slots).map(empty).collect(),
+            config: config.clone(),
+            chunk: chunk.max(1),
+            can_be_cut: Cache::of(config, room).can_be_cut(),
+            turn: 0,
+        }
+    }
+
+    /// Whether a text can be admitted.
+    pub(crate) fn has_room(&self) -> bool {
+        self.slots.iter().any(|slot| slot.text.is_none())
+    }
+
+    /// The tokens in all slots.
+    pub(crate) fn cached(&self) -> usize {
+        self.slots.iter().map(|slot| slot.cached.len()).sum()
+    }
+
+    /// The slots that have texts, and what these carry.
+    pub(crate) fn texts(&self) -> impl Iterator<Item = (usize, &T)> {
+        let texts = self.slots.iter().map(|slot| slot.text.as_ref());
+        texts.enumerate().filter_map(|(at, text)| Some((at, &text?.carried)))
+    }
+
+    /// What the text in a slot carries, and how many tokens of its prompt were not computed.
+    pub(crate) fn text(&mut self, slot: usize) -> Option<(&mut T, usize)> {
+        let text = self.slots.get_mut(slot)?.text.as_mut()?;
+        Some((&mut text.carried, text.reused.unwrap_or(0)))
+    }
+
+    /// Gives a text a free slot; hands it back if there is none.
+    pub(crate) fn admit(&mut self, new: NewText<T>) -> Option<NewText<T>> {
+        let NewText { prompt, salt, wants_all, carried } = new;
+        let mut text = SlotText {
+            prompt: prompt.len(),
+            tokens: prompt,
+            salt,
+            wants_all,
+            reused: None,
+            admitted: self.turn,
+            carried,
+        };
+        let free = |slot: &&CacheSlot<T>| slot.text.is_none();
+        // A slot is taken for what it has if the text begins with most of that. Otherwise the one that was used
+        // longest ago is, so that what others have stays; the tokens in common are copied.
+        let shared = |(at, slot): (usize, &CacheSlot<T>)| {
+            let common = self.common(slot, slot.cached.len(), &text, true);
+            (common > 0 && 2 * common >= slot.cached.len()).then_some((common, at))
+        };
+        let all = || self.slots.iter().enumerate().filter(|(_, slot)| free(slot));
+        let best = all().filter_map(shared).max_by_key(|&(common, at)| (common, usize::MAX - at));
+        let oldest = || all().min_by_key(|(_, slot)| (!slot.cached.is_empty(), slot.last_used));
+        let Some(at) = best.map(|(_, at)| at).or_else(|| oldest().map(|(at, _)| at)) else {
+            let SlotText { tokens: prompt, salt, wants_all, carried, .. } = text;
+            return Some(NewText { prompt, salt, wants_all, carried });
+        };
+        text.tokens.shrink_to_fit();
+        self.turn += 1;
+        self.slots[at].text = Some(text);
+        None
+    }
+
+    /// Adds the token that follows the text in a slot.
+    pub(crate) fn write(&mut self, slot: usize, token: u32) {
+        if let Some(text) = self.slots.get_mut(slot).and_then(|slot| slot.text.as_mut()) {
+            text.tokens.push(token);
+        }
+    }
+
+    /// Ends the text in a slot, and leaves what the cache has of it to later texts, if they may begin with that.
+    pub(crate) fn end(&mut self, slot: usize, is_sound: bool) -> Option<T> {
+        let slot = self.slots.get_mut(slot)?;
+        let text = slot.text.take()?;
+        if text.reused.is_some() {
+            slot.last_used = self.turn;
+            self.turn += 1;
+            if !is_sound {
+                slot.cached.clear();
+            }
+        }
+        Some(text.carried)
+    }
+
+    /// How many of a text's first tokens the cache of a slot has as the text needs them, among its first `kept` ones: all but one at
+    /// most.
+    fn common(&self, slot: &CacheSlot<T>, kept: usize, text: &SlotText<T>, is_own: bool) -> usize {
+        let (length, most) = (text.tokens.len(), text.tokens.len().saturating_sub(1));
+        let [shorter, longer] = [length.min(slot.length), length.max(slot.length)];
+        let turns = self.config.turns_by_length(longer) || self.config.turns_anew(shorter, longer);
+        if slot.salt != text.salt || text.wants_all || turns {
+            return 0;
+        }
+        let both = slot.cached.iter().take(kept).zip(text.tokens.iter().take(most));
+        let common = both.take_while(|(cached, token)| cached == token).count();
+        let is_whole = is_own && common == slot.cached.len();
+        if self.can_be_cut || is_whole { common } else { 0 }
+    }
+
+    /// The next pass: the next token of each text whose prompt is read, and a chunk of the prompts, the oldest text first.
+    ///
+    /// A prompt is computed at once where its positions depend on its length.
+    pub(crate) fn plan(&mut self) -> PassPlan {
+        // What copies can have: the tokens that are there before the pass.
+        let mut kept: Vec<usize> = self.slots.iter().map(|slot| slot.cached.len()).collect();
+        let mut spans: Vec<Option<(SlotPast, usize)>> = vec![None; self.slots.len()];
+        let mut reading = Vec::new();
+        for (at, slot) in self.slots.iter_mut().enumerate() {
+            let Some(text) = &slot.text else { continue };
+            let (read, length) = (slot.cached.len(), text.tokens.len());
+            if text.reused.is_some() && self.config.turns_anew(read, length) {
+                // Where positions turn otherwise in a longer text, its keys are computed again.
+                slot.cached.clear();
+                kept[at] = 0;
+            }
+            if text.reused.is_some() && slot.cached.len() >= text.prompt && slot.cached.len() + 1 == length {
+                spans[at] = Some((SlotPast::All, 1));
+            } else {
+                reading.push((text.admitted, at));
+            }
+        }
+        reading.sort_unstable();
+        let mut left = self.chunk;
+        for (_, at) in reading {
+            if left == 0 {
+                break;
+            }
+            let past = self.begin(at, &mut kept);
+            let CacheSlot { cached, text: Some(text), .. } = &self.slots[at] else { continue };
+            let (read, length) = (cached.len(), text.tokens.len());
+            let mut count = (length - read).min(left);
+            if self.config.turns_by_length(text.prompt) || self.config.turns_anew(read + count, length) {
+                count = length - read;
+            }
+            left = left.saturating_sub(count);
+            spans[at] = Some((past, count));
+        }
+        self.planned(&spans, self.chunk - left)
+    }
+
+    /// What is before the next tokens of the text in a slot. If these are its first ones, it takes the slot.
+    fn begin(&mut self, at: usize, kept: &mut [usize]) -> SlotPast {
+        let slot = &self.slots[at];
+        let Some(text) = &slot.text else { return SlotPast::All };
+        if text.reused.is_some() {
+            return if slot.cached.is_empty() { SlotPast::Nothing } else { SlotPast::All };
+        }
+        let own = self.common(slot, kept[at], text, true);
+        let of_slot = |(from, slot): (usize, &CacheSlot<T>)| {
+            (self.common(slot, kept[from], text, from == at), usize::MAX - from)
+        };
+        let (most, from) = self.slots.iter().enumerate().map(of_slot).max().unwrap_or((0, 0));
+        let (common, from) = if most > own { (most, usize::MAX - from) } else { (own, at) };
+        let length = if common == 0 { 0 } else { self.slots[from].length };
+        kept[at] = 0;
+        let slot = &mut self.slots[at];
+        if let Some(text) = &mut slot.text {
+            text.reused = Some(common);
+            slot.cached.clear();
+            slot.cached.extend(&text.tokens[..common]);
+            (slot.length, slot.salt) = (length, text.salt);
+        }
+        match common {
+            0 => SlotPast::Nothing,
+            _ => SlotPast::Prefix { slot: from, tokens: common },
+        }
+    }
+
+    /// The pass of so many tokens of each slot, which takes note that the cache has them.
+    fn planned(&mut self, spans: &[Option<(SlotPast, usize)>], prompt: usize) -> PassPlan {
+        let mut plan = PassPlan { prompt, ..PassPlan::default() };
+        let mut first = 0;
+        for (at, (slot, span)) in self.slots.iter_mut().zip(spans).enumerate() {
+            let (Some((past, count)), Some(text)) = (*span, &slot.text) else { continue };
+            let read = slot.cached.len();
+            let new = &text.tokens[read..read + count];
+            let is_next = read + count == text.tokens.len();
+            let rows = match text.wants_all && text.tokens.len() == text.prompt {
+                true => count,
+                false => usize::from(is_next),
+            };
+            plan.step.push_behind(at, past, new, rows);
+            if rows > 0 {
+                plan.rows.push(PassRows { slot: at, first, rows, is_next });
+            }
+            first += rows;
+            slot.cached.extend(new);
+            slot.length = slot.length.max(text.tokens.len());
+        }
+        plan
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::{NewText, PassPlan, Scheduler};
+    use crate::config::{Config, RopeScaling};
+    use crate::random_model;
+    use crate::step::SlotPast;
+    use rand_chacha::ChaCha8Rng;
+    use rand_chacha::rand_core::{RngCore, SeedableRng};
+
+    const ROOM: usize = 64;
+
+    /// Slots that have tokens alone, with what they were turned by.
+    struct Memory(Vec<Vec<(u32, bool)>>);
+
+    impl Memory {
+        /// Does what ranks do in a pass; `is_turned` says how positions of a text are.
+        fn run(&mut self, plan: &PassPlan, tokens: &dyn Fn(usize) -> (Vec<u32>, bool)) {
+            let before = self.0.clone();
+            let mut at = 0;
+            let words = plan.step.words();
+            let all = &words[words.len() - plan.step.len()..];
+            for span in plan.step.spans() {
+                let (text, is_turned) = tokens(span.slot);
+                let memory = &mut self.0[span.slot];
+                match span.past {
+                    SlotPast::All => assert!(!memory.is_empty()),
+                    SlotPast::Nothing => memory.clear(),
+                    SlotPast::Prefix { slot, tokens } => *memory = before[slot][..tokens].to_vec(),
+                }
+                memory.extend(all[at..at + span.tokens].iter().map(|&token| (token, is_turned)));
+                at += span.tokens;
+                assert!(memory.len() <= ROOM);
+                let want: Vec<_> = text[..memory.len()].iter().map(|&token| (token, is_turned)).collect();
+                assert_eq!(*memory, want, "a slot has the tokens of its text, turned by its length");
+            }
+        }
+    }
+
+    struct Texts {
+        scheduler: Scheduler<usize>,
+        memory: Memory,
+        /// The tokens of each text that was admitted, its salt, and how long it becomes.
+        texts: Vec<(Vec<u32>, u64, usize)>,
+        of_slot: Vec<Option<usize>>,
+        learned: usize,
+        reused: usize,
+    }
+
+    impl Texts {
+        fn new(config: &Config, slots: usize, chunk: usize, learned: usize) -> Self {
+            Self {
+                scheduler: Scheduler::new(config, slots, ROOM, chunk),
+                memory: Memory(vec![Vec::new(); slots]),
+                texts: Vec::new(),
+                of_slot: vec![None; slots],
+                learned,
+                reused: 0,
+            }
+        }
+
+        fn admit(&mut self, prompt: Vec<u32>, salt: u64, length: usize) {
+            let number = self.texts.len();
+            self.texts.push((prompt.clone(), salt, length));
+            let refused = self.scheduler.admit(NewText { prompt, salt, wants_all: false, carried: number });
+            assert!(refused.is_none());
+            let (at, _) = self.scheduler.texts().find(|(_, text)| **text == number).unwrap();
+            self.of_slot[at] = Some(number);
+        }
+
+        fn pass(&mut self, next: &mut dyn FnMut() -> u32) -> PassPlan {
+            let plan = self.scheduler.plan();
+            let (texts, of_slot, learned) = (&self.texts, &self.of_slot, self.learned);
+            self.memory.run(&plan, &|slot| {
+                let tokens = texts[of_slot[slot].unwrap()].0.clone();
+                let is_turned = tokens.len() > learned;
+                (tokens, is_turned)
+            });
+            for rows in plan.rows.clone() {
+                assert!(rows.is_next);
+                let number = self.of_slot[rows.slot].unwrap();
+                let (text, _, length) = &mut self.texts[number];
+                if text.len() == *length {
+                    self.reused += self.scheduler.text(rows.slot).unwrap().1;
+                    assert_eq!(self.scheduler.end(rows.slot, true), Some(number));
+                    self.of_slot[rows.slot] = None;
+                } else {
+                    let token = next();
+                    text.push(token);
+                    self.scheduler.write(rows.slot, token);
+                }
+            }
+            plan
+        }
+    }
+
+    fn longrope(learned: usize) -> Config {
+        let scaling = RopeScaling::Longrope {
+            original_max_position_embeddings: learned,
+            short_factor: vec![1.0; 16],
+            long_factor: vec![2.0; 16],
+            attention_factor: 1.0,
+        };
+        Config { rope_scaling: Some(scaling), ..random_model::config() }
+    }
+
+    #[test]
+    fn random_texts_get_what_they_would_compute_alone() {
+        let (mut passes, mut texts, mut reused) = (0, 0, 0);
+        for seed in 0..400 {
+            let mut rng = ChaCha8Rng::seed_from_u64(seed);
+            let mut below = move |most: u32| (rng.next_u32() % most) as usize;
+            let (slots, chunk) = (1 + below(5), 1 + below(12));
+            let learned = if seed % 3 == 0 { 24 } else { usize::MAX };
+            let config = if learned == 24 { longrope(24) } else { random_model::config() };
+            let mut all = Texts::new(&config, slots, chunk, learned);
+            let mut next = ChaCha8Rng::seed_from_u64(!seed);
+            let mut next = || next.next_u32() % 2;
+            let mut came = 0;
+            while came < 30 || all.scheduler.texts().count() > 0 {
+                while came < 30 && all.scheduler.has_room() && below(3) > 0 {
+                    // Prompts that often begin alike, or go on from what was written.
+                    let from = below(1 + all.texts.len() as u32);
+                    let mut prompt = all.texts.get(from).map_or(Vec::new(), |(text, ..)| text.clone());
+                    prompt.truncate(below(48));
+                    (0..=below(12)).for_each(|_| prompt.push(below(2) as u32));
+                    prompt.truncate(60);
+                    let (length, salt) = (prompt.len() + below(ROOM as u32 - 60), below(2) as u64);
+                    all.admit(prompt, salt, length);
+                    came += 1;
+                }
+                let leaves = all.scheduler.texts().nth(below(5)).map(|(slot, _)| slot);
+                if let Some(slot) = leaves.filter(|_| below(9) == 0) {
+                    all.scheduler.end(slot, below(2) == 0);
+                    all.of_slot[slot] = None;
+                    if below(2) == 0 {
+                        continue;
+                    }
+                }
+                let running = all.scheduler.texts().count();
+                let decoding = all
+                    .scheduler
+                    .slots
+                    .iter()
+                    .filter(|slot| {
+                        slot.text.as_ref().is_some_and(|text| {
+                            text.reused.is_some()
+                                && slot.cached.len() >= text.prompt
+                                && !(slot.cached.len() <= learned && text.tokens.len() > learned)
+                        })
+                    })
+                    .count();
+                let plan = all.pass(&mut next);
+                passes += 1;
+                // Each text that decodes has its token in each pass, and prompts no more than a chunk.
+                assert!(plan.rows.iter().filter(|rows| rows.is_next).count() >= decoding);
+                assert!(plan.step.len() <= decoding + chunk || learned == 24, "{}", plan.step.len());
+                assert!(running == 0 || !plan.step.is_empty());
+                for slot in &all.scheduler.slots {
+                    assert!(slot.cached.len() <= ROOM);
+                }
+            }
+            assert!(all.scheduler.plan().step.is_empty());
+            texts += came;
+            reused += all.reused;
+        }
+        assert!(reused > texts, "{reused} tokens reused in {texts} texts and {passes} passes");
+    }
+
+    #[test]
+    fn prompts_are_read_in_the_order_in_which_they_came() {
+        let mut all = Texts::new(&random_model::config(), 3, 4, usize::MAX);
+        for first in 1..=3 {
+            all.admit(vec![first; 10], 0, 20);
+        }
+        let mut told = Vec::new();
+        for _ in 0..8 {
+            let plan = all.pass(&mut || 9);
+            told.push(plan.step.spans().iter().map(|span| (span.slot, span.tokens)).collect::<Vec<_>>());
+        }
+        let want: [&[(usize, usize)]; 8] = [
+            &[(0, 4)],
+            &[(0, 4)],
+            &[(0, 2), (1, 2)],
+            &[(0, 1), (1, 4)],
+            &[(0, 1), (1, 4)],
+            &[(0, 1), (1, 1), (2, 4)],
+            &[(0, 1), (1, 1), (2, 4)],
+            &[(0, 1), (1, 1), (2, 2)],
+        ];
+        assert_eq!(told, want);
+    }
+
+    #[test]
+    fn texts_begin_with_what_slots_have_of_them() {
+        let mut all = Texts::new(&random_model::config(), 3, 100, usize::MAX);
+        let system: Vec<u32> = (0..20).collect();
+        let with = |end: &[u32]| [&system[..], end].concat();
+        let past = |all: &mut Texts| {
+            let plan = all.pass(&mut || 50);
+            plan.step.spans().iter().map(|span| (span.slot, span.past, span.tokens)).collect::<Vec<_>>()
+        };
+        let of = |slot, tokens| SlotPast::Prefix { slot, tokens };
+        all.admit(with(&[30, 31]), 0, 24);
+        assert_eq!(past(&mut all), [(0, SlotPast::Nothing, 22)]);
+        // From a text that runs, and not the whole prompt even if all of it is there.
+        all.admit(with(&[30]), 0, 21);
+        assert_eq!(past(&mut all), [(0, SlotPast::All, 1), (1, of(0, 20), 1)]);
+        // Of another salt.
+        all.admit(with(&[30]), 1, 21);
+        assert_eq!(past(&mut all), [(0, SlotPast::All, 1), (2, SlotPast::Nothing, 21)]);
+        // All have ended. The turn of a conversation takes the slot of the one before.
+        all.admit(with(&[30, 31, 50, 50, 60, 61]), 0, 26);
+        assert_eq!(past(&mut all), [(0, of(0, 24), 2)]);
+        // A text with little of what a slot has leaves it alone.
+        all.admit(vec![0, 1, 2, 70], 0, 4);
+        assert_eq!(past(&mut all), [(1, of(1, 3), 1)]);
+        assert_eq!(all.scheduler.slots.iter().map(|slot| slot.cached.len()).collect::<Vec<_>>(), [26, 4, 21]);
+    }
+
+    #[test]
+    fn windows_and_states_are_continued_whole_or_not_at_all() {
+        let mut config = random_model::config();
+        config.parts.windows = vec![Some(8); config.num_hidden_layers];
+        let mut all = Texts::new(&config, 2, 100, usize::MAX);
+        let past = |all: &mut Texts| all.pass(&mut || 50).step.spans()[0].past;
+        all.admit((0..20).collect(), 0, 20);
+        assert_eq!(past(&mut all), SlotPast::Nothing);
+        all.admit((0..21).collect(), 0, 21);
+        assert_eq!(past(&mut all), SlotPast::Prefix { slot: 0, tokens: 20 });
+        for prompt in [(0..21).collect(), (0..20).chain([99; 9]).collect::<Vec<u32>>()] {
+            let length = prompt.len();
+            all.admit(prompt, 0, length);
+            assert_eq!(past(&mut all), SlotPast::Nothing);
+        }
+    }
+
+    #[test]
+    fn what_a_failed_text_leaves_is_not_used() {
+        let mut all = Texts::new(&random_model::config(), 1, 100, usize::MAX);
+        for (is_sound, want) in [(false, SlotPast::Nothing), (true, SlotPast::Prefix { slot: 0, tokens: 4 })]
+        {
+            all.admit(vec![1; 5], 0, 9);
+            all.pass(&mut || 1);
+            all.scheduler.end(0, is_sound);
+            all.admit(vec![1; 5], 0, 9);
+            assert_eq!(all.pass(&mut || 1).step.spans()[0].past, want);
+            all.scheduler.end(0, false);
+        }
+    }
+}

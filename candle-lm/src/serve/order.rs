@@ -1,0 +1,104 @@
+//! What rank 0 tells all ranks before each pass.
+
+use anyhow::{Context, Result};
+use candle_core::{Device, Tensor};
+use candle_dist::ProcessGroup;
+
+use crate::step::DecodeStep;
+
+/// What all ranks do next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum RankOrder {
+    /// A pass of the model.
+    Compute(DecodeStep),
+    /// Nothing, and to wait on: no call of a group lasts longer than its timeout.
+    Wait,
+    /// To end.
+    End,
+}
+
+/// The words of the first message of an order: enough for the next tokens of forty texts. A longer order has a second one.
+const WORDS: usize = 256;
+
+const WAIT: u32 = 0;
+const END: u32 = 1;
+const COMPUTE: u32 = 2;
+
+impl RankOrder {
+    /// Brings the order of rank 0 to all ranks; others give `None`. Every rank calls it.
+    ///
+    /// # Errors
+    /// Those of the group.
+    pub(super) fn broadcast(self_or_none: Option<Self>, group: &ProcessGroup) -> Result<Self> {
+        if group.size() == 1 {
+            return self_or_none.context("rank 0 has no order");
+        }
+        let own = self_or_none.map(|order| order.words());
+        let head = |words: &Vec<u32>| {
+            let mut head = words.clone();
+            head.resize(WORDS, 0);
+            head
+        };
+        let sent = own.as_ref().map_or_else(|| vec![0; WORDS], head);
+        let mut words = exchanged(sent, group)?;
+        let all = words.first().copied().unwrap_or(0) as usize;
+        if all > WORDS {
+            let rest = match &own {
+                Some(own) => own[WORDS..].to_vec(),
+                None => vec![0; all - WORDS],
+            };
+            words.extend(exchanged(rest, group)?);
+        }
+        words.truncate(all);
+        Self::of_words(&words).context("an order of rank 0 that is none: do all ranks run the same program?")
+    }
+
+    /// The order as numbers: how many there are, what it is, and the step.
+    fn words(&self) -> Vec<u32> {
+        let (kind, rest) = match self {
+            Self::Wait => (WAIT, Vec::new()),
+            Self::End => (END, Vec::new()),
+            Self::Compute(step) => (COMPUTE, step.words()),
+        };
+        [&[2 + rest.len() as u32, kind], &rest[..]].concat()
+    }
+
+    fn of_words(words: &[u32]) -> Option<Self> {
+        match words.split_at_checked(2)? {
+            ([_, COMPUTE], step) => DecodeStep::of_words(step).map(Self::Compute),
+            ([_, WAIT], []) => Some(Self::Wait),
+            ([_, END], []) => Some(Self::End),
+            _ => None,
+        }
+    }
+}
+
+fn exchanged(words: Vec<u32>, group: &ProcessGroup) -> Result<Vec<u32>> {
+    let count = words.len();
+    Ok(group.broadcast(&Tensor::from_vec(words, count, &Device::Cpu)?, 0)?.to_vec1()?)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::{RankOrder, WORDS};
+    use crate::step::{DecodeStep, SlotPast};
+    use candle_dist::World;
+
+    #[test]
+    fn all_ranks_get_orders_of_any_length() {
+        let mut orders = vec![RankOrder::Wait, RankOrder::End];
+        for tokens in [1, WORDS - 9, WORDS - 8, WORDS - 7, 1000] {
+            let mut step = DecodeStep::default();
+            step.push_behind(3, SlotPast::Nothing, &vec![u32::MAX; tokens], 1);
+            orders.push(RankOrder::Compute(step));
+        }
+        let got = World::threads(2).run(|ctx| -> anyhow::Result<Vec<RankOrder>> {
+            orders
+                .iter()
+                .map(|order| RankOrder::broadcast((ctx.rank() == 0).then(|| order.clone()), ctx.group()))
+                .collect()
+        });
+        assert!(got.unwrap().iter().all(|got| *got == orders));
+    }
+}

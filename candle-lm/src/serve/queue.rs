@@ -1,0 +1,498 @@
+//! Requests that wait for the engine.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::request::{RequestError, ServeRequest};
+use super::stream::{self, EventSender, RequestStream, TokenEvent};
+
+/// How much may wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueLimits {
+    /// The most requests that wait.
+    pub requests: usize,
+    /// The most tokens of their prompts together. One request may always wait.
+    pub tokens: usize,
+}
+
+impl Default for QueueLimits {
+    /// 512 requests, with a million tokens.
+    fn default() -> Self {
+        Self { requests: 512, tokens: 1 << 20 }
+    }
+}
+
+/// Why a request was not taken.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum SubmitError {
+    /// The model is not read yet.
+    #[error("the model is being read; send the request again later")]
+    Loading,
+    /// As many wait as may.
+    #[error("{waiting} requests wait already; send the request again in {} s", retry_after.as_secs())]
+    Full {
+        /// How many wait.
+        waiting: usize,
+        /// In about what time those that wait will be read: 1 to 120 s.
+        retry_after: Duration,
+    },
+    /// The server takes no more requests.
+    #[error("the server is about to end and takes no more requests")]
+    Draining,
+    /// The ranks have failed; this is the cause.
+    #[error("the model has failed: {0}")]
+    Failed(Arc<str>),
+    /// A text has room for fewer tokens, those that are to be written included: one at least, or none if none was asked for.
+    #[error("the prompt has {tokens} tokens, and a text has room for {room}; shorten it")]
+    TooLong {
+        /// The tokens of the prompt.
+        tokens: usize,
+        /// The most tokens of a text.
+        room: usize,
+    },
+    /// The request cannot work: the sentence says why.
+    #[error("{0}")]
+    Invalid(String),
+}
+
+/// What a server does.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ServeStatus {
+    /// The most tokens of a text; `None` until the model is read.
+    pub room: Option<usize>,
+    /// The texts that can be written at once.
+    pub slots: usize,
+    /// The bytes of all slots on all ranks, if all are full.
+    pub cache_bytes: usize,
+    /// The requests that have a slot.
+    pub running: usize,
+    /// The requests that wait for one.
+    pub waiting: usize,
+    /// The tokens of their prompts.
+    pub waiting_tokens: usize,
+    /// The tokens in all slots, those of ended texts included.
+    pub cached_tokens: usize,
+    /// The passes of the model so far: a heartbeat while requests run.
+    pub passes: u64,
+    /// The tokens of prompts of all requests that had a slot so far.
+    pub prompt_tokens: u64,
+    /// Those of them that were in a cache.
+    pub reused_tokens: u64,
+    /// The tokens that were written so far.
+    pub written_tokens: u64,
+    /// The requests that have ended so far, failed and cancelled ones too.
+    pub ended: u64,
+    /// The time since the last pass ended, if there was one.
+    pub since_pass: Option<Duration>,
+    /// Whether new requests are refused because the server is about to end.
+    pub is_draining: bool,
+    /// Why all ranks have failed, if they have.
+    pub failure: Option<Arc<str>>,
+}
+
+/// A request that waits.
+#[derive(Debug)]
+pub(super) struct WaitingRequest {
+    pub(super) request: ServeRequest,
+    pub(super) events: EventSender,
+}
+
+/// What the front asks of the engine as a whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum QueueMode {
+    /// To serve.
+    Open,
+    /// To end when all requests have.
+    Draining,
+    /// To end now.
+    Stopping,
+}
+
+#[derive(Debug)]
+struct QueueState {
+    limits: QueueLimits,
+    /// The requests of each salt, the oldest first.
+    waiting: BTreeMap<u64, VecDeque<WaitingRequest>>,
+    /// The salts that have some, in the order of their turns.
+    turns: VecDeque<u64>,
+    requests: usize,
+    tokens: usize,
+    vocab_size: usize,
+    mode: QueueMode,
+    /// What the engine tells.
+    status: ServeStatus,
+    last_pass: Option<Instant>,
+    /// The tokens of prompts that are read in a second, as far as it is known.
+    speed: Option<f64>,
+}
+
+#[derive(Debug)]
+struct SharedQueue {
+    state: Mutex<QueueState>,
+    changed: Condvar,
+}
+
+/// Requests on their way to the engine. It is cheap to clone, and all clones are one queue.
+///
+/// Requests of one salt are served in the order in which they came. Salts take turns.
+///
+/// ```
+/// use candle_lm::serve::{QueueLimits, RequestQueue, ServeRequest, SubmitError};
+///
+/// let queue = RequestQueue::new(QueueLimits { requests: 8, tokens: 1 << 16 });
+/// // No rank has called `serve` yet.
+/// assert_eq!(queue.submit(ServeRequest::new(vec![1], 4)).err(), Some(SubmitError::Loading));
+/// queue.drain();
+/// assert!(queue.status().is_draining);
+/// ```
+#[derive(Clone, Debug)]
+pub struct RequestQueue(Arc<SharedQueue>);
+
+impl RequestQueue {
+    /// An empty queue.
+    pub fn new(limits: QueueLimits) -> Self {
+        let state = QueueState {
+            limits,
+            waiting: BTreeMap::new(),
+            turns: VecDeque::new(),
+            requests: 0,
+            tokens: 0,
+            vocab_size: 0,
+            mode: QueueMode::Open,
+            status: ServeStatus::default(),
+            last_pass: None,
+            speed: None,
+        };
+        Self(Arc::new(SharedQueue { state: Mutex::new(state), changed: Condvar::new() }))
+    }
+
+    /// Hands a request to the engine. It never waits.
+    ///
+    /// # Errors
+    /// If the request cannot work, or the engine takes none now.
+    pub fn submit(&self, request: ServeRequest) -> Result<RequestStream, SubmitError> {
+        let mut state = self.0.state.lock();
+        state.check(&request)?;
+        if state.is_full(request.prompt.len()) {
+            state.sweep(Instant::now());
+        }
+        if state.is_full(request.prompt.len()) {
+            let retry_after = state.retry_after();
+            return Err(SubmitError::Full { waiting: state.requests, retry_after });
+        }
+        let (events, stream) = stream::channel();
+        state.push(WaitingRequest { request, events });
+        drop(state);
+        self.0.changed.notify_all();
+        Ok(stream)
+    }
+
+    /// Takes no more requests; the engine ends when the others have ended.
+    pub fn drain(&self) {
+        self.turn_to(QueueMode::Draining);
+    }
+
+    /// Takes no more requests; the engine ends all with an error at the next pass, and then itself.
+    pub fn stop(&self) {
+        self.turn_to(QueueMode::Stopping);
+    }
+
+    fn turn_to(&self, mode: QueueMode) {
+        let mut state = self.0.state.lock();
+        state.mode = state.mode.max(mode);
+        drop(state);
+        self.0.changed.notify_all();
+    }
+
+    /// Waits until requests are taken; returns false if they are not within `timeout`.
+    ///
+    /// # Errors
+    /// If they never will be, because the engine has failed.
+    pub fn wait_until_open(&self, timeout: Duration) -> Result<bool, SubmitError> {
+        let until = Instant::now() + timeout;
+        let mut state = self.0.state.lock();
+        loop {
+            if let Some(cause) = &state.status.failure {
+                return Err(SubmitError::Failed(cause.clone()));
+            }
+            if state.status.room.is_some() {
+                return Ok(true);
+            }
+            if self.0.changed.wait_until(&mut state, until).timed_out() {
+                return Ok(false);
+            }
+        }
+    }
+
+    /// What the engine does now. It waits for no pass.
+    pub fn status(&self) -> ServeStatus {
+        let state = self.0.state.lock();
+        ServeStatus {
+            waiting: state.requests,
+            waiting_tokens: state.tokens,
+            since_pass: state.last_pass.map(|at| at.elapsed()),
+            is_draining: state.mode > QueueMode::Open,
+            ..state.status.clone()
+        }
+    }
+
+    /// Takes requests from now on, for texts of up to `room` tokens of a vocabulary.
+    pub(super) fn open(&self, status: ServeStatus, vocab_size: usize) {
+        let mut state = self.0.state.lock();
+        (state.status, state.vocab_size) = (status, vocab_size);
+        drop(state);
+        self.0.changed.notify_all();
+    }
+
+    /// What the front asks of the engine as a whole.
+    pub(super) fn mode(&self) -> QueueMode {
+        self.0.state.lock().mode
+    }
+
+    /// Takes out the request whose turn it is, if one waits that was neither dropped nor is too late.
+    pub(super) fn take(&self, now: Instant) -> Option<WaitingRequest> {
+        let mut state = self.0.state.lock();
+        state.sweep(now);
+        state.take()
+    }
+
+    /// Removes what was dropped or is too late.
+    pub(super) fn sweep(&self, now: Instant) {
+        self.0.state.lock().sweep(now);
+    }
+
+    /// Waits for a request, or for the end; returns false if neither comes within `timeout`.
+    pub(super) fn wait(&self, timeout: Duration) -> bool {
+        let until = Instant::now() + timeout;
+        let mut state = self.0.state.lock();
+        while state.requests == 0 && state.mode == QueueMode::Open {
+            if self.0.changed.wait_until(&mut state, until).timed_out() {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Tells what the engine did in a pass, which read `prompt` tokens of prompts in `seconds`.
+    pub(super) fn tell(&self, tell: impl FnOnce(&mut ServeStatus), pass: Option<(usize, f64)>) {
+        let mut state = self.0.state.lock();
+        tell(&mut state.status);
+        if let Some((prompt, seconds)) = pass {
+            state.last_pass = Some(Instant::now());
+            if prompt > 0 && seconds > 0.0 {
+                let now = prompt as f64 / seconds;
+                state.speed = Some(state.speed.map_or(now, |speed| 0.9 * speed + 0.1 * now));
+            }
+        }
+    }
+
+    /// Fails all requests that wait, and those that come.
+    pub(super) fn close(&self, error: RequestError) {
+        let mut state = self.0.state.lock();
+        state.mode = QueueMode::Stopping;
+        if let RequestError::World(cause) = &error
+            && state.status.failure.is_none()
+        {
+            state.status.failure = Some(cause.clone());
+        }
+        state.status.running = 0;
+        while let Some(waiting) = state.take() {
+            state.status.ended += 1;
+            waiting.events.send(TokenEvent::Failed(error.clone()));
+        }
+        drop(state);
+        self.0.changed.notify_all();
+    }
+}
+
+impl QueueState {
+    fn check(&self, request: &ServeRequest) -> Result<(), SubmitError> {
+        if let Some(cause) = &self.status.failure {
+            return Err(SubmitError::Failed(cause.clone()));
+        }
+        if self.mode > QueueMode::Open {
+            return Err(SubmitError::Draining);
+        }
+        let Some(room) = self.status.room else { return Err(SubmitError::Loading) };
+        let tokens = request.prompt.len();
+        if tokens + request.max_tokens.min(1) > room {
+            return Err(SubmitError::TooLong { tokens, room });
+        }
+        let invalid = |sentence: String| Err(SubmitError::Invalid(sentence));
+        if tokens == 0 {
+            return invalid("the prompt has no tokens; give some text to go on from".into());
+        }
+        let vocab_size = self.vocab_size;
+        let named = request.prompt.iter().chain(request.logit_bias.keys()).chain(&request.stop_tokens);
+        if let Some(token) = named.copied().find(|&token| token as usize >= vocab_size) {
+            return invalid(format!("token {token}: the model has {vocab_size} tokens"));
+        }
+        if let Some((token, bias)) = request.logit_bias.iter().find(|(_, bias)| !bias.is_finite()) {
+            return invalid(format!("the bias {bias} of token {token} is no number"));
+        }
+        if request.logprobs.is_some_and(|top| top > vocab_size) {
+            return invalid(format!("log-probabilities of more tokens than the model's {vocab_size}"));
+        }
+        match request.sampling.check() {
+            Ok(()) => Ok(()),
+            Err(error) => invalid(error.0),
+        }
+    }
+
+    fn is_full(&self, tokens: usize) -> bool {
+        let QueueLimits { requests, tokens: most } = self.limits;
+        self.requests >= requests.max(1) || (self.requests > 0 && self.tokens.saturating_add(tokens) > most)
+    }
+
+    fn retry_after(&self) -> Duration {
+        let seconds = self.speed.map_or(1.0, |speed| self.tokens as f64 / speed.max(1e-3));
+        Duration::from_secs(seconds.ceil().clamp(1.0, 120.0) as u64)
+    }
+
+    fn push(&mut self, waiting: WaitingRequest) {
+        let salt = waiting.request.cache_salt;
+        self.requests += 1;
+        self.tokens += waiting.request.prompt.len();
+        let of_salt = self.waiting.entry(salt).or_default();
+        if of_salt.is_empty() {
+            self.turns.push_back(salt);
+        }
+        of_salt.push_back(waiting);
+    }
+
+    fn take(&mut self) -> Option<WaitingRequest> {
+        let salt = self.turns.pop_front()?;
+        let of_salt = self.waiting.get_mut(&salt)?;
+        let taken = of_salt.pop_front()?;
+        if of_salt.is_empty() {
+            self.waiting.remove(&salt);
+        } else {
+            self.turns.push_back(salt);
+        }
+        self.requests -= 1;
+        self.tokens -= taken.request.prompt.len();
+        Some(taken)
+    }
+
+    /// Removes requests that were dropped, and fails those that are too late.
+    fn sweep(&mut self, now: Instant) {
+        let (mut requests, mut tokens) = (0, 0);
+        let mut ended = 0;
+        for of_salt in self.waiting.values_mut() {
+            of_salt.retain(|WaitingRequest { request, events }| {
+                let is_late = request.deadline.is_some_and(|deadline| deadline <= now);
+                if is_late {
+                    events.send(TokenEvent::Failed(RequestError::Deadline));
+                }
+                let stays = !is_late && !events.is_abandoned();
+                if stays {
+                    requests += 1;
+                    tokens += request.prompt.len();
+                } else {
+                    ended += 1;
+                }
+                stays
+            });
+        }
+        (self.requests, self.tokens) = (requests, tokens);
+        self.status.ended += ended;
+        self.waiting.retain(|_, of_salt| !of_salt.is_empty());
+        let waiting = &self.waiting;
+        self.turns.retain(|salt| waiting.contains_key(salt));
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::{QueueLimits, RequestQueue, ServeStatus, SubmitError};
+    use crate::Sampling;
+    use crate::serve::{RequestError, RequestStream, ServeRequest, TokenEvent};
+    use std::time::{Duration, Instant};
+
+    fn opened(limits: QueueLimits) -> RequestQueue {
+        let queue = RequestQueue::new(limits);
+        queue.open(ServeStatus { room: Some(100), ..ServeStatus::default() }, 50);
+        queue
+    }
+
+    fn salted(salt: u64, tokens: usize) -> ServeRequest {
+        ServeRequest { cache_salt: salt, ..ServeRequest::new(vec![1; tokens], 4) }
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused_with_a_reason() {
+        let queue = opened(QueueLimits::default());
+        let of = |change: fn(&mut ServeRequest)| {
+            let mut request = salted(0, 3);
+            change(&mut request);
+            queue.submit(request).err()
+        };
+        assert_eq!(of(|r| r.prompt = vec![1; 100]), Some(SubmitError::TooLong { tokens: 100, room: 100 }));
+        assert_eq!(of(|r| (r.prompt, r.max_tokens) = (vec![1; 100], 0)), None);
+        let refused: [fn(&mut ServeRequest); 8] = [
+            |r| r.prompt.clear(),
+            |r| r.prompt.push(50),
+            |r| r.logit_bias = [(50, 1.0)].into(),
+            |r| r.logit_bias = [(1, f32::NAN)].into(),
+            |r| r.stop_tokens = [u32::MAX].into(),
+            |r| r.logprobs = Some(51),
+            |r| r.sampling = Sampling { temperature: f64::NAN, ..Sampling::default() },
+            |r| r.sampling = Sampling { repetition_penalty: 0.0, ..Sampling::default() },
+        ];
+        for (i, change) in refused.into_iter().enumerate() {
+            assert!(matches!(of(change), Some(SubmitError::Invalid(_))), "{i}");
+        }
+        queue.sweep(Instant::now());
+        assert_eq!(queue.status().waiting, 0, "a dropped stream waits no more");
+    }
+
+    #[test]
+    fn a_full_queue_refuses_until_some_leave() {
+        let queue = opened(QueueLimits { requests: 3, tokens: 20 });
+        let first = queue.submit(salted(0, 30)).unwrap();
+        // One may wait whatever it has, but no token more.
+        assert!(matches!(queue.submit(salted(0, 1)), Err(SubmitError::Full { waiting: 1, .. })));
+        drop(first);
+        let kept: Vec<RequestStream> = (0..3).map(|_| queue.submit(salted(0, 5)).unwrap()).collect();
+        match queue.submit(salted(1, 1)) {
+            Err(SubmitError::Full { waiting: 3, retry_after }) => {
+                assert!((1..=120).contains(&retry_after.as_secs()));
+            }
+            other => panic!("{other:?}"),
+        }
+        drop(kept);
+        queue.submit(salted(1, 1)).unwrap();
+    }
+
+    #[test]
+    fn salts_take_turns_and_each_is_served_in_order() {
+        let queue = opened(QueueLimits::default());
+        let order = [(7, 1), (7, 2), (7, 3), (8, 4), (9, 5), (8, 6)];
+        let _streams: Vec<RequestStream> =
+            order.iter().map(|&(salt, tokens)| queue.submit(salted(salt, tokens)).unwrap()).collect();
+        let taken: Vec<usize> =
+            std::iter::from_fn(|| queue.take(Instant::now())).map(|w| w.request.prompt.len()).collect();
+        assert_eq!(taken, [1, 4, 5, 2, 6, 3]);
+    }
+
+    #[test]
+    fn late_requests_fail_and_all_fail_with_the_world() {
+        let queue = opened(QueueLimits::default());
+        let mut late = ServeRequest::new(vec![1], 1);
+        late.deadline = Some(Instant::now());
+        let mut late = queue.submit(late).unwrap();
+        let mut other = queue.submit(salted(0, 1)).unwrap();
+        queue.sweep(Instant::now());
+        assert_eq!(late.next_event(Duration::ZERO), Some(TokenEvent::Failed(RequestError::Deadline)));
+        queue.close(RequestError::World("rank 1 failed".into()));
+        let failed = TokenEvent::Failed(RequestError::World("rank 1 failed".into()));
+        assert_eq!(other.next_event(Duration::ZERO), Some(failed));
+        assert_eq!(queue.submit(salted(0, 1)).err(), Some(SubmitError::Failed("rank 1 failed".into())));
+        assert_eq!(queue.wait_until_open(Duration::ZERO), Err(SubmitError::Failed("rank 1 failed".into())));
+        assert_eq!(queue.status().ended, 2);
+    }
+}

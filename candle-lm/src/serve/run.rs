@@ -1,0 +1,354 @@
+//! The engine of a server: what every rank runs.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Tensor};
+use candle_dist::RankContext;
+use serde::{Deserialize, Serialize};
+
+use super::order::RankOrder;
+use super::queue::{QueueMode, RequestQueue, ServeStatus};
+use super::request::{RequestError, TokenMask};
+use super::text::{RequestText, TextProgress};
+use crate::config::Config;
+use crate::engine::{Engine, ModelOptions, Purpose};
+use crate::files::Files;
+use crate::generate::Stop;
+use crate::memory;
+use crate::scheduler::{PassPlan, Scheduler};
+
+/// How a model serves.
+#[derive(Clone, Debug)]
+pub struct ServeOptions {
+    /// The most texts at once.
+    pub slots: usize,
+    /// The most tokens of a text, if not as many as the model takes.
+    pub room: Option<usize>,
+    /// The most bytes of all texts' keys, values and states on all ranks of a layer together; there are fewer slots then, if need be.
+    pub memory: Option<usize>,
+    /// The most tokens of prompts in a pass, beside one of each text that is being written. It bounds the time between two
+    /// tokens of a text while others begin.
+    pub chunk: usize,
+    /// How often ranks hear of each other while there is nothing to do: more often than their timeout.
+    pub heartbeat: Duration,
+    /// How the model is held and cut.
+    pub held: ModelOptions,
+}
+
+impl ServeOptions {
+    /// Up to 4 texts at once, prompts in chunks of 256 tokens, and a sign of life each second.
+    pub fn of(held: ModelOptions) -> Self {
+        Self { slots: 4, room: None, memory: None, chunk: 256, heartbeat: Duration::from_secs(1), held }
+    }
+
+    /// The most tokens of a text.
+    pub fn room(&self, config: &Config) -> usize {
+        self.room.unwrap_or(usize::MAX).min(config.longest())
+    }
+
+    /// The slots for which there is memory on `ranks` ranks in `stages` stages, and their bytes.
+    ///
+    /// # Errors
+    /// If there is none for one slot, or a number is 0.
+    pub fn slots(&self, config: &Config, ranks: usize, stages: usize) -> Result<[usize; 2]> {
+        let (room, cp) = (self.room(config), self.held.cp.max(1));
+        ensure!(
+            self.slots > 0 && room > 1,
+            "{} texts of {room} tokens: expected 1 of 2 at least",
+            self.slots
+        );
+        let tp = (ranks / stages.max(1) / cp / self.held.ep.max(1)).max(1);
+        let dtype = self.held.cache.unwrap_or(self.held.dtype);
+        let of_text = memory::cache_bytes(config, dtype, [1, room], [tp, cp]);
+        let fitting = self.memory.map_or(usize::MAX, |memory| memory / of_text.max(1));
+        ensure!(
+            fitting > 0,
+            "a text of {room} tokens takes {of_text} bytes, and all have {}: give more memory, or texts fewer tokens",
+            self.memory.unwrap_or(0)
+        );
+        let slots = self.slots.min(fitting);
+        Ok([slots, of_text.saturating_mul(slots)])
+    }
+}
+
+/// What a rank did.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ServeReport {
+    /// The passes of the model.
+    pub passes: usize,
+    /// The tokens that they computed.
+    pub tokens: usize,
+    /// The seconds of all passes.
+    pub seconds: f64,
+    /// The seconds in which this rank's part of the model was read.
+    pub load: f64,
+    /// The bytes of all weights that this rank holds.
+    pub bytes: usize,
+}
+
+/// Serves requests on all ranks, in `stages` stages, until the queue of rank 0 is drained or stopped. Every rank calls it; rank 0 gives
+/// the queue.
+///
+/// A pass of the model computes the next token of each text and a chunk of the prompts of new ones. Rank 0 decides what it has,
+/// tells all ranks, and chooses the tokens. An error of one request ends it alone. If a rank fails, all requests fail with its
+/// error.
+///
+/// # Errors
+/// Those of [`Engine::new`], of [`ServeOptions::slots`] and of the model.
+///
+/// ```
+/// use std::time::Duration;
+/// use candle_core::DType;
+/// use candle_dist::World;
+/// use candle_lm::engine::ModelOptions;
+/// use candle_lm::files::Files;
+/// use candle_lm::random_model;
+/// use candle_lm::serve::{QueueLimits, RequestQueue, ServeOptions, ServeRequest, TokenEvent, serve};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let folder = tempfile::tempdir()?;
+/// random_model::write(folder.path(), &random_model::config(), 7, DType::F32)?;
+/// let files = Files::open(folder.path())?;
+/// let options = ServeOptions { room: Some(64), ..ServeOptions::of(ModelOptions::of(DType::F32)) };
+/// let queue = RequestQueue::new(QueueLimits::default());
+/// let front = queue.clone();
+/// let client = std::thread::spawn(move || {
+///     assert_eq!(front.wait_until_open(Duration::from_secs(60)), Ok(true));
+///     let mut stream = front.submit(ServeRequest::new(vec![1, 2, 3], 5)).unwrap();
+///     let events = std::iter::from_fn(|| stream.next_event(Duration::from_secs(60)));
+///     let tokens = events.filter(|event| matches!(event, TokenEvent::Token { .. })).count();
+///     front.drain();
+///     tokens
+/// });
+/// World::threads(2).run(|ctx| serve(ctx, 1, &files, &options, (ctx.rank() == 0).then_some(&queue)))?;
+/// assert_eq!(client.join().unwrap(), 5);
+/// # Ok(())
+/// # }
+/// ```
+pub fn serve(
+    ctx: &RankContext,
+    stages: usize,
+    files: &Files,
+    options: &ServeOptions,
+    queue: Option<&RequestQueue>,
+) -> Result<ServeReport> {
+    let ends = ClosingQueue(queue.filter(|_| ctx.rank() == 0));
+    let mut report = ServeReport::default();
+    let served = begin(ctx, stages, files, options, &ends, &mut report);
+    match &served {
+        Ok(()) => ends.close(RequestError::Stopped),
+        Err(error) => ends.close(RequestError::World(format!("{error:#}").into())),
+    }
+    served.map(|()| report)
+}
+
+/// The queue of rank 0, which is closed whatever happens to the rank.
+struct ClosingQueue<'a>(Option<&'a RequestQueue>);
+
+impl ClosingQueue<'_> {
+    fn close(&self, error: RequestError) {
+        if let Some(queue) = self.0 {
+            queue.close(error);
+        }
+    }
+}
+
+impl Drop for ClosingQueue<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.close(RequestError::World("rank 0 panicked".into()));
+        }
+    }
+}
+
+fn begin(
+    ctx: &RankContext,
+    stages: usize,
+    files: &Files,
+    options: &ServeOptions,
+    queue: &ClosingQueue<'_>,
+    report: &mut ServeReport,
+) -> Result<()> {
+    let config = &files.config;
+    let room = options.room(config);
+    let [slots, cache_bytes] = options.slots(config, ctx.world_size(), stages)?;
+    let mut engine = Engine::new(ctx, stages, files, &options.held, Purpose::Write { slots, room })?;
+    (report.load, report.bytes) = (engine.load, engine.bytes);
+    if ctx.rank() > 0 {
+        return follow(ctx, &mut engine, report);
+    }
+    let queue = queue.0.context("rank 0 gives the queue of requests")?;
+    let status = ServeStatus { room: Some(room), slots, cache_bytes, ..ServeStatus::default() };
+    queue.open(status, config.vocab_size);
+    let mut leader = Leader {
+        queue,
+        scheduler: Scheduler::new(config, slots, room, options.chunk),
+        mask: TokenMask::new(config.vocab_size),
+        ends: &files.ends,
+        room,
+        heartbeat: options.heartbeat,
+    };
+    let led = leader.lead(ctx, &mut engine, report);
+    if let Err(error) = &led {
+        leader.fail(&RequestError::World(Arc::from(format!("{error:#}"))));
+    }
+    led
+}
+
+/// Does what rank 0 says.
+fn follow(ctx: &RankContext, engine: &mut Engine, report: &mut ServeReport) -> Result<()> {
+    loop {
+        match RankOrder::broadcast(None, ctx.group())? {
+            RankOrder::End => return Ok(()),
+            RankOrder::Wait => {}
+            RankOrder::Compute(step) => {
+                let began = Instant::now();
+                engine.step(&step)?;
+                report.passes += 1;
+                report.tokens += step.len();
+                report.seconds += began.elapsed().as_secs_f64();
+            }
+        }
+    }
+}
+
+/// Rank 0, which decides.
+struct Leader<'a> {
+    queue: &'a RequestQueue,
+    scheduler: Scheduler<RequestText>,
+    mask: TokenMask,
+    ends: &'a BTreeSet<u32>,
+    room: usize,
+    heartbeat: Duration,
+}
+
+impl Leader<'_> {
+    fn lead(&mut self, ctx: &RankContext, engine: &mut Engine, report: &mut ServeReport) -> Result<()> {
+        loop {
+            let mode = self.queue.mode();
+            if mode == QueueMode::Stopping {
+                self.fail(&RequestError::Stopped);
+            } else {
+                self.sweep();
+                self.admit();
+            }
+            let plan = self.scheduler.plan();
+            if !plan.step.is_empty() {
+                let began = Instant::now();
+                let order = RankOrder::Compute(plan.step.clone());
+                RankOrder::broadcast(Some(order), ctx.group())?;
+                let logits = engine.step(&plan.step)?;
+                self.take(&plan, &logits)?;
+                let seconds = began.elapsed().as_secs_f64();
+                report.passes += 1;
+                report.tokens += plan.step.len();
+                report.seconds += seconds;
+                self.tell(Some((plan.prompt, seconds)));
+                continue;
+            }
+            self.tell(None);
+            if mode > QueueMode::Open {
+                RankOrder::broadcast(Some(RankOrder::End), ctx.group())?;
+                return Ok(());
+            }
+            if !self.queue.wait(self.heartbeat) {
+                RankOrder::broadcast(Some(RankOrder::Wait), ctx.group())?;
+            }
+        }
+    }
+
+    /// Ends texts whose clients are gone, or whose time is over.
+    fn sweep(&mut self) {
+        let now = Instant::now();
+        self.queue.sweep(now);
+        let of_text = |(slot, text): (usize, &RequestText)| match text.is_abandoned() {
+            false if text.is_late(now) => {
+                text.finish(Ok(Stop::Length));
+                Some(slot)
+            }
+            is_abandoned => is_abandoned.then_some(slot),
+        };
+        let over: Vec<usize> = self.scheduler.texts().filter_map(of_text).collect();
+        for slot in over {
+            self.end(slot, true);
+        }
+    }
+
+    /// Gives free slots to requests that wait.
+    fn admit(&mut self) {
+        let now = Instant::now();
+        while self.scheduler.has_room()
+            && let Some(waiting) = self.queue.take(now)
+        {
+            let text = RequestText::new(waiting, self.ends, self.room);
+            let tokens = text.prompt.len() as u64;
+            self.scheduler.admit(text);
+            let count = |status: &mut ServeStatus| {
+                status.running += 1;
+                status.prompt_tokens += tokens;
+            };
+            self.queue.tell(count, None);
+        }
+    }
+
+    /// Takes the logits of a pass.
+    fn take(&mut self, plan: &PassPlan, logits: &Tensor) -> Result<()> {
+        if plan.rows.is_empty() {
+            return Ok(());
+        }
+        let (_, width) = logits.dims2()?;
+        let logits = logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        for rows in &plan.rows {
+            let Some((text, reused)) = self.scheduler.text(rows.slot) else { continue };
+            let own = logits.get(rows.first * width..(rows.first + rows.rows) * width).unwrap_or_default();
+            let before = (text.is_begun(), text.written());
+            let progress = text.advance(own, width, rows.is_next, reused, &mut self.mask);
+            let reused = if text.is_begun() && !before.0 { reused as u64 } else { 0 };
+            let written = (text.written() - before.1) as u64;
+            let count = |status: &mut ServeStatus| {
+                status.reused_tokens += reused;
+                status.written_tokens += written;
+            };
+            self.queue.tell(count, None);
+            match progress {
+                TextProgress::Reading => {}
+                TextProgress::Wrote(token) => self.scheduler.write(rows.slot, token),
+                TextProgress::Ended { is_sound } => self.end(rows.slot, is_sound),
+            }
+        }
+        Ok(())
+    }
+
+    fn end(&mut self, slot: usize, is_sound: bool) {
+        if self.scheduler.end(slot, is_sound).is_some() {
+            let count = |status: &mut ServeStatus| {
+                status.running = status.running.saturating_sub(1);
+                status.ended += 1;
+            };
+            self.queue.tell(count, None);
+        }
+    }
+
+    /// Ends all texts with an error.
+    fn fail(&mut self, error: &RequestError) {
+        let all: Vec<usize> = self.scheduler.texts().map(|(slot, _)| slot).collect();
+        for slot in all {
+            if let Some((text, _)) = self.scheduler.text(slot) {
+                text.finish(Err(error.clone()));
+            }
+            self.end(slot, false);
+        }
+    }
+
+    fn tell(&self, pass: Option<(usize, f64)>) {
+        let cached = self.scheduler.cached();
+        let told = |status: &mut ServeStatus| {
+            status.cached_tokens = cached;
+            status.passes += u64::from(pass.is_some());
+        };
+        self.queue.tell(told, pass);
+    }
+}

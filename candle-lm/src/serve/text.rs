@@ -1,0 +1,241 @@
+//! The text of one request, on rank 0.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
+
+use anyhow::{Result, anyhow};
+
+use super::queue::WaitingRequest;
+use super::request::{RequestError, ServeRequest, TokenConstraint, TokenLogprob, TokenMask};
+use super::stream::{EventSender, TokenEvent};
+use crate::generate::Stop;
+use crate::sample::Sampler;
+use crate::scheduler::NewText;
+use crate::writing::{TextWriter, top};
+
+/// The least log-probability that is told, which means "very unlikely". JSON has no infinite numbers.
+const LEAST_LOGPROB: f32 = -9999.0;
+
+/// A request that has a slot.
+pub(super) struct RequestText {
+    writer: TextWriter,
+    events: EventSender,
+    /// The tokens that end it.
+    ends: BTreeSet<u32>,
+    logit_bias: BTreeMap<u32, f32>,
+    logprobs: Option<usize>,
+    deadline: Option<Instant>,
+    constraint: Option<Box<dyn TokenConstraint>>,
+    admitted: Instant,
+    is_begun: bool,
+    /// The prompt, if log-probabilities of its tokens are told, and those of the tokens so far, from the second one on.
+    prompt: Vec<u32>,
+    prompt_logprobs: Vec<TokenLogprob>,
+}
+
+/// Where a text is behind a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TextProgress {
+    /// Its prompt is not read yet.
+    Reading,
+    /// This token came.
+    Wrote(u32),
+    /// It has ended.
+    Ended {
+        /// Whether the cache may be used on.
+        is_sound: bool,
+    },
+}
+
+impl RequestText {
+    /// The text of a request, which the tokens `ends` of the model end, in a slot of `room` tokens.
+    pub(super) fn new(
+        WaitingRequest { request, events }: WaitingRequest,
+        ends: &BTreeSet<u32>,
+        room: usize,
+    ) -> NewText<Self> {
+        let ServeRequest { prompt, max_tokens, sampling, prompt_logprobs: wants_all, .. } = request;
+        let mut all = request.stop_tokens;
+        if !request.ignore_eos {
+            all.extend(ends);
+        }
+        let carried = Self {
+            writer: TextWriter::new(&prompt, max_tokens, room, Sampler::new(sampling)),
+            events,
+            ends: all,
+            logit_bias: request.logit_bias,
+            logprobs: request.logprobs,
+            deadline: request.deadline,
+            constraint: request.constraint,
+            admitted: Instant::now(),
+            is_begun: false,
+            prompt: if wants_all { prompt.clone() } else { Vec::new() },
+            prompt_logprobs: Vec::new(),
+        };
+        NewText { prompt, salt: request.cache_salt, wants_all, carried }
+    }
+
+    /// Whether nobody reads what is written.
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.events.is_abandoned()
+    }
+
+    /// Whether its prompt is read.
+    pub(super) fn is_begun(&self) -> bool {
+        self.is_begun
+    }
+
+    /// How many tokens were written.
+    pub(super) fn written(&self) -> usize {
+        self.writer.tokens.len()
+    }
+
+    /// Whether its time is over.
+    pub(super) fn is_late(&self, now: Instant) -> bool {
+        self.deadline.is_some_and(|deadline| deadline <= now)
+    }
+
+    /// Tells the last event.
+    pub(super) fn finish(&self, end: Result<Stop, RequestError>) {
+        self.events.send(end.map_or_else(TokenEvent::Failed, TokenEvent::Ended));
+    }
+
+    /// Takes the logits of a pass, `width` of each row. The last row says what follows the text if `is_next`; `reused` tokens of the prompt
+    /// were not computed.
+    pub(super) fn advance(
+        &mut self,
+        rows: &[f32],
+        width: usize,
+        is_next: bool,
+        reused: usize,
+        mask: &mut TokenMask,
+    ) -> TextProgress {
+        match self.try_advance(rows, width, is_next, reused, mask) {
+            Ok(progress) => progress,
+            Err(error) => {
+                self.finish(Err(error));
+                TextProgress::Ended { is_sound: false }
+            }
+        }
+    }
+
+    fn try_advance(
+        &mut self,
+        rows: &[f32],
+        width: usize,
+        is_next: bool,
+        reused: usize,
+        mask: &mut TokenMask,
+    ) -> Result<TextProgress, RequestError> {
+        let ended = |text: &Self, stop| {
+            text.finish(Ok(stop));
+            Ok(TextProgress::Ended { is_sound: true })
+        };
+        if !self.prompt.is_empty() {
+            for row in rows.chunks_exact(width) {
+                let target = self.prompt.get(1 + self.prompt_logprobs.len());
+                if let Some(&token) = target {
+                    self.prompt_logprobs.push(logprob(row, token, self.logprobs.unwrap_or(0))?);
+                }
+            }
+        }
+        if !is_next {
+            return Ok(TextProgress::Reading);
+        }
+        if !self.is_begun {
+            self.is_begun = true;
+            self.prompt = Vec::new();
+            let prompt_logprobs = std::mem::take(&mut self.prompt_logprobs);
+            self.events.send(TokenEvent::Begun { cached: reused, admitted: self.admitted, prompt_logprobs });
+            if let Some(stop) = self.writer.stop() {
+                return ended(self, stop);
+            }
+        }
+        let row = rows.get(rows.len().saturating_sub(width)..).unwrap_or_default();
+        let mut logits = row.to_vec();
+        for (&token, bias) in &self.logit_bias {
+            if let Some(logit) = logits.get_mut(token as usize) {
+                *logit = (*logit + bias).clamp(f32::MIN, f32::MAX);
+            }
+        }
+        if !self.constrain(&mut logits, mask)? {
+            return ended(self, Stop::End);
+        }
+        let token = self.writer.choose(logits).map_err(|error| RequestError::Logits(format!("{error:#}")))?;
+        let told = self.logprobs.map(|count| logprob(row, token, count)).transpose()?;
+        if let Some(constraint) = &mut self.constraint {
+            guarded(|| constraint.accept(token))?;
+        }
+        let (events, at) = (&self.events, Instant::now());
+        let stop = self.writer.take(token, &self.ends, |token| {
+            events.send(TokenEvent::Token { token, logprob: told, at });
+            Ok(true)
+        });
+        match stop.map_err(|error| RequestError::Logits(format!("{error:#}")))? {
+            Some(stop) => ended(self, stop),
+            None => Ok(TextProgress::Wrote(token)),
+        }
+    }
+
+    /// Leaves the logits of tokens that may follow; returns false if none may.
+    fn constrain(&mut self, logits: &mut [f32], mask: &mut TokenMask) -> Result<bool, RequestError> {
+        let Some(constraint) = &mut self.constraint else { return Ok(true) };
+        mask.clear();
+        guarded(|| constraint.mask(mask))?;
+        let mut is_any = false;
+        for (logit, token) in logits.iter_mut().zip(0..) {
+            match mask.allows(token) {
+                true => is_any = true,
+                // What is no number stays one, and is told.
+                false if logit.is_nan() || *logit == f32::INFINITY => {}
+                false => *logit = f32::NEG_INFINITY,
+            }
+        }
+        Ok(is_any)
+    }
+}
+
+/// Runs a call of a constraint, whose panic is an error.
+fn guarded(call: impl FnOnce() -> Result<()>) -> Result<(), RequestError> {
+    let made = catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| Err(anyhow!("it panicked")));
+    made.map_err(|error| RequestError::Constraint(format!("{error:#}")))
+}
+
+/// The log-probability of a token by the logits of its place, and those of the `count` likeliest tokens.
+fn logprob(logits: &[f32], token: u32, count: usize) -> Result<TokenLogprob, RequestError> {
+    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    if !most.is_finite() || logits.iter().any(|logit| logit.is_nan()) {
+        let reason =
+            "the logits of a token are no finite numbers; check the weights, or compute in a wider dtype";
+        return Err(RequestError::Logits(reason.into()));
+    }
+    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - most).exp()).sum();
+    let of = |logit: f32| ((f64::from(logit - most) - sum.ln()) as f32).max(LEAST_LOGPROB);
+    let own = logits.get(token as usize).copied().unwrap_or(f32::NEG_INFINITY);
+    let top = top(logits, count).into_iter().map(|(token, logit)| (token, of(logit))).collect();
+    Ok(TokenLogprob { logprob: of(own), top })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::{LEAST_LOGPROB, logprob};
+    use crate::serve::RequestError;
+
+    #[test]
+    fn log_probabilities_are_finite_and_add_up_to_one() {
+        let logits = [1.0f32, f32::NEG_INFINITY, 3.0, -1e30, 3.0];
+        let all = logprob(&logits, 1, 5).unwrap();
+        assert_eq!(all.logprob, LEAST_LOGPROB);
+        let tokens: Vec<u32> = all.top.iter().map(|(token, _)| *token).collect();
+        assert_eq!(tokens, [2, 4, 0, 3, 1]);
+        let sum: f64 = all.top.iter().map(|(_, logprob)| f64::from(*logprob).exp()).sum();
+        assert!((sum - 1.0).abs() < 1e-6 && all.top.iter().all(|(_, logprob)| *logprob >= LEAST_LOGPROB));
+        assert_eq!(logprob(&logits, 2, 0).unwrap().top, []);
+        for odd in [f32::NAN, f32::INFINITY] {
+            assert!(matches!(logprob(&[0.0, odd], 0, 1), Err(RequestError::Logits(_))));
+        }
+        assert!(logprob(&[f32::NEG_INFINITY; 2], 0, 1).is_err());
+    }
+}
