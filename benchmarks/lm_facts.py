@@ -385,13 +385,16 @@ MIXTURES |= {
 DENSE |= {
     "mamba2": (
         "Mamba2",
-        dict(num_heads=8, head_dim=8, n_groups=2, state_size=6, expand=2, chunk_size=4, layer_norm_epsilon=1e-2),
+        dict(
+            num_heads=8, head_dim=8, n_groups=2, state_size=6, expand=2, chunk_size=4, layer_norm_epsilon=1e-2,
+            initializer_range=0.02,
+        ),
     ),
     "mamba2 with one group": (
         "Mamba2",
         dict(
             num_heads=4, head_dim=16, n_groups=1, state_size=5, expand=2, chunk_size=4, conv_kernel=2, use_bias=True,
-            use_conv_bias=False, tie_word_embeddings=True, layer_norm_epsilon=1e-2,
+            use_conv_bias=False, tie_word_embeddings=True, layer_norm_epsilon=1e-2, initializer_range=0.02,
         ),
     ),
 }
@@ -409,7 +412,7 @@ MIXTURES |= {
         dict(
             ODD, head_dim=12, mamba_num_heads=6, mamba_head_dim=16, n_groups=3, ssm_state_size=8, chunk_size=4,
             layers_block_type=["full_attention", "mlp", "linear_attention"], layer_norm_epsilon=1e-2, use_bias=True,
-            mlp_bias=True, tie_word_embeddings=True,
+            mlp_bias=True,
         ),
     ),
 }

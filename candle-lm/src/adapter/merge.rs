@@ -305,7 +305,7 @@ fn stored(config: &Config) -> Vec<(String, Vec<usize>, Vec<MergedPart>)> {
         }
     }
     for (name, fused) in config.fused() {
-        parts.insert(name, fused.iter().map(|(part, _)| whole(part)).collect());
+        parts.insert(config.stored_name(&name), fused.iter().map(|(part, _)| whole(part)).collect());
     }
     for stack in config.stacks() {
         parts.insert(stack.name, stack.parts.iter().map(|part| whole(part)).collect());

@@ -125,7 +125,8 @@ fn converted(config: &Config) -> HashMap<String, Tensor> {
         }
         let mut start = 0;
         for (part, rows) in parts {
-            tensors.insert(part, whole.narrow(0, start, rows).unwrap());
+            let rows_of = whole.narrow(0, start, rows).unwrap();
+            tensors.insert(part, rows_of.force_contiguous().unwrap());
             start += rows;
         }
     }

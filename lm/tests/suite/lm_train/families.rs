@@ -129,7 +129,7 @@ fn each_family_has_the_loss_and_the_gradients_of_transformers_on_every_mesh() {
         let place = place(&facts, fact);
         let meshes = ["--tp 1", "--tp 2 --dp 2", "--tp 3", "--pp 2 --tp 1", "--pp 2 --tp 2 --recompute"];
         let tokens = ["--tp 1 --cp 2", "--tp 2 --dp 2 --fsdp"];
-        let experts = ["--tp 1 --ep 2", "--tp 2 --ep 2 --dp 2 --fsdp --recompute", "--tp 1 --ep 3 --pp 2"];
+        let experts = ["--tp 1 --ep 2", "--tp 2 --ep 2 --dp 2 --fsdp --recompute", "--tp 1 --ep 2 --pp 2"];
         let (is_recurrent, has_experts) = (is_recurrent(&place), has_experts(&place));
         let fits = |mesh: &&str| {
             (!is_recurrent || !mesh.contains("--cp")) && (has_experts || !mesh.contains("--ep"))
