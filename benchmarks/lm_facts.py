@@ -417,6 +417,67 @@ MIXTURES |= {
     ),
 }
 
+MIXTURES |= {
+    "lfm2 moe": (
+        "Lfm2Moe",
+        dict(
+            num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], num_experts=5, num_experts_per_tok=2,
+            moe_intermediate_size=20, num_dense_layers=1, routed_scaling_factor=1.0, rope_parameters=dict(FRESH),
+        ),
+    ),
+    "lfm2 moe with raw weights": (
+        "Lfm2Moe",
+        dict(
+            ODD, layer_types=["full_attention", "conv"], conv_L_cache=4, num_experts=4, num_experts_per_tok=3,
+            moe_intermediate_size=12, num_dense_layers=0, use_expert_bias=False, norm_topk_prob=False,
+            routed_scaling_factor=0.5, norm_eps=1e-3, tie_word_embeddings=False, rope_parameters=dict(FRESH),
+        ),
+    ),
+    "granite moe": (
+        "GraniteMoe",
+        dict(
+            ODD, num_local_experts=5, num_experts_per_tok=2, intermediate_size=20, attention_multiplier=0.25,
+            embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0, rope_parameters=dict(FRESH),
+        ),
+    ),
+    "granite moe with a shared network": (
+        "GraniteMoeShared",
+        dict(
+            num_local_experts=4, num_experts_per_tok=3, intermediate_size=12, shared_intermediate_size=20,
+            attention_multiplier=0.5, embedding_multiplier=2.0, residual_multiplier=0.25, logits_scaling=0.5,
+            tie_word_embeddings=True, rope_parameters=dict(FRESH),
+        ),
+    ),
+    "mistral4": (
+        "Mistral4",
+        dict(
+            LATENTS, first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=20,
+            n_shared_experts=1, n_group=4, topk_group=2, routed_scaling_factor=2.5,
+            rope_parameters=dict(
+                LATENT_YARN, mscale=1.0, mscale_all_dim=1.0, max_position_embeddings=64, llama_4_scaling_beta=0.5,
+            ),
+        ),
+    ),
+    "mistral4 without latents of queries": (
+        "Mistral4",
+        dict(
+            LATENTS, q_lora_rank=None, first_k_dense_replace=0, n_routed_experts=5, num_experts_per_tok=2,
+            moe_intermediate_size=12, n_shared_experts=2, norm_topk_prob=False, attention_bias=True,
+            rope_parameters=dict(
+                LATENT_YARN, factor=2.0, original_max_position_embeddings=4, mscale=0.5, mscale_all_dim=1.0,
+                max_position_embeddings=64, llama_4_scaling_beta=0.1,
+            ),
+        ),
+    ),
+}
+DENSE |= {
+    "starcoder2": ("Starcoder2", dict(ODD, rope_parameters=dict(FRESH))),
+    "starcoder2 with windows": (
+        "Starcoder2",
+        dict(use_bias=False, sliding_window=4, tie_word_embeddings=False, norm_epsilon=1e-3, rope_parameters=dict(FRESH)),
+    ),
+}
+
 MODELS = {**CASES, **MIXTURES, **DENSE}
 
 ROPES_PATH = PATH.with_name("ropes.json")

@@ -27,10 +27,10 @@ BATCH = [
     [9, 7, 35, 15, 13, 23, 3, 19, 29, 27],
 ]
 BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.25)
-MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe", "gpt oss", "granite hybrid with experts"]
+MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe", "gpt oss", "granite moe", "granite hybrid with experts"]
 
 # The routers of models in memory.
-ROUTERS = ["mlp.gate.weight"]
+ROUTERS = ["mlp.gate.weight", "block_sparse_moe.router.weight", "feed_forward.gate.weight"]
 
 
 # What modules of LFM2 are called in memory.
@@ -87,9 +87,14 @@ def parts(name, grad, config):
         for part, rows in zip(rows, grad.split(list(rows.values()))):
             yield name.replace(f"{module}.{parameter}", f"{module}_{part}.{parameter}"), rows
         return
-    if config.model_type == "lfm2":
+    if config.model_type.startswith("lfm2"):
         for module, known in OF_LFM2.items():
             name = name.replace(f"{module}.weight", f"{known}.weight")
+    name = name.replace("shared_mlp.input_linear", "mlp.shared_experts.gate_up_proj")
+    name = name.replace("shared_mlp.output_linear", "mlp.shared_experts.down_proj")
+    name = name.replace("mlp.c_fc", "mlp.up_proj").replace("mlp.c_proj", "mlp.down_proj")
+    for old in ("feed_forward.experts", "block_sparse_moe.experts"):
+        name = name.replace(old, "mlp.experts")
     if name.endswith("conv.in_proj.weight"):
         for part, rows in zip("bcx", grad.chunk(3)):
             yield name.replace("in_proj", f"{part}_proj"), rows

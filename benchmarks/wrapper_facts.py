@@ -71,6 +71,11 @@ CASES["mistral3 around ministral3"] = (
     dict(vision_config=dict(IMAGES, model_type="pixtral", head_dim=8), image_token_index=30, tie_word_embeddings=False),
     dict(model_type="ministral3", **DENSE["ministral3"][1]),
 )
+CASES["mistral3 around mistral4"] = (
+    "Mistral3",
+    dict(vision_config=dict(IMAGES, model_type="pixtral", head_dim=8), image_token_index=30, tie_word_embeddings=False),
+    dict(model_type="mistral4", **MIXTURES["mistral4"][1]),
+)
 
 
 def fact(case, family, whole, text):

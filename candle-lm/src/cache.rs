@@ -282,16 +282,26 @@ impl Cache {
     /// # Errors
     /// If there are fewer tokens, or a layer keeps only the last ones, or a state behind them.
     pub fn prefix(&self, tokens: usize) -> Result<Self> {
-        let of_layer = |(at, layer): (usize, &LayerCache)| {
-            layer.prefix(tokens)?.ok_or_else(|| {
-                Error::Layout(format!(
-                    "the first {tokens} of {} tokens: layer {at} of the cache does not keep them all; compute them again",
-                    self.len
-                ))
-            })
-        };
-        let layers = self.layers.iter().enumerate().map(of_layer).collect::<Result<_>>()?;
+        let layers = (0..self.layers.len()).map(|at| self.layer_prefix(at, tokens)).collect::<Result<_>>()?;
         Ok(Self { layers, room: self.room, len: tokens, dtype: self.dtype })
+    }
+
+    fn layer_prefix(&self, at: usize, tokens: usize) -> Result<LayerCache> {
+        self.layers[at].prefix(tokens)?.ok_or_else(|| {
+            Error::Layout(format!(
+                "the first {tokens} of {} tokens: layer {at} of the cache does not keep them all; compute them again",
+                self.len
+            ))
+        })
+    }
+
+    /// Leaves the first tokens, layer by layer, so that little is there twice.
+    fn cut_back(&mut self, tokens: usize) -> Result<()> {
+        for at in 0..self.layers.len() {
+            self.layers[at] = self.layer_prefix(at, tokens)?;
+        }
+        self.len = tokens;
+        Ok(())
     }
 
     fn forget(&mut self) {

@@ -9,7 +9,7 @@ use crate::config::tensors::{EXPERTS, ExpertStack, LOGIT_BIAS, ROUTER};
 
 /// The router, and the stacked gates with the ups below them, of files that hold experts as transformers 5 does in memory.
 const ROUTER_IN_MEMORY: &str = "mlp.gate";
-const GATE_UP: &str = "mlp.experts.gate_up_proj";
+pub(crate) const GATE_UP: &str = "mlp.experts.gate_up_proj";
 
 /// Stacks the experts of each layer, whose tensors files have by themselves, or gate and up in one. Nothing is read.
 ///
@@ -18,7 +18,15 @@ const GATE_UP: &str = "mlp.experts.gate_up_proj";
 pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
     let Some(experts) = &config.parts.experts else { return Ok(weights) };
     let names = experts.names;
+    // In memory, transformers 5 has the stacks of some families by other names.
+    let in_memory = ["gate_up_proj", "down_proj"].map(|part| format!(".{}.{part}", names.experts));
+    let stacks = names.stacks.map_or([GATE_UP, EXPERTS[2]], |stacks| [stacks.gate_up, stacks.down]);
     let mut weights = weights.rename(|name| {
+        for (known, stack) in in_memory.iter().zip(stacks) {
+            if let Some(layer) = name.strip_suffix(known.as_str()) {
+                return format!("{layer}.{stack}");
+            }
+        }
         let layer = |parameter: &str| name.strip_suffix(&format!(".{parameter}"));
         let weights = [names.router, ROUTER_IN_MEMORY].map(|router| format!("{router}.weight"));
         let biases = [names.bias.to_owned(), names.bias.replace("block_sparse_moe", "mlp")];

@@ -117,7 +117,11 @@ impl Files {
         }
         weights = weights.rename(|name| config.name_in_memory(name))?;
         for (name, parts) in config.fused() {
-            weights = weights.split(&name, &parts)?;
+            // GGUF files have some of them apart.
+            let is_apart = parts.iter().all(|(part, _)| weights.contains_tensor(part));
+            if !is_apart || weights.contains_tensor(&name) {
+                weights = weights.split(&name, &parts)?;
+            }
         }
         weights = expert_files::stacked(weights, &config).with_context(|| format!("{}", folder.display()))?;
         // Where the output layer has a tensor of its own with other values, it is not tied, whatever the config says.
@@ -220,7 +224,10 @@ impl Files {
     }
 
     /// Returns the chat template of the model, if it has one.
-    pub(crate) fn find_chat_template(&self) -> Result<Option<ChatTemplate>> {
+    ///
+    /// # Errors
+    /// If it is not a template; the file is named.
+    pub fn find_chat_template(&self) -> Result<Option<ChatTemplate>> {
         if self.path.is_dir() {
             chat::in_folder(&self.path)
         } else {

@@ -86,13 +86,13 @@ impl LatentAttention {
             let [turned, common] =
                 [angles.turn(&turned, &places, false)?, angles.turn(&common, &places, false)?];
             let [k, v] = self.up.expand(&latents, &common)?;
-            let q = DTensor::cat(&[own, turned], 3)?;
+            let q = angles.scale_queries(DTensor::cat(&[own, turned], 3)?, &places)?;
             let mixed = over_rows(self.options(), angles, [&q, &k, &v])?;
             return self.o_proj.forward(&mixed.flatten_from(2)?);
         };
         let places = places(&turns);
         let [turned, common] = [angles.turn(&turned, &places, false)?, angles.turn(&common, &places, false)?];
-        let q = DTensor::cat(&[self.up.absorb(&own)?, turned], 3)?;
+        let q = angles.scale_queries(DTensor::cat(&[self.up.absorb(&own)?, turned], 3)?, &places)?;
         let latents = latents.unsqueeze(1)?;
         let mixed = match cache::texts(turns)? {
             Texts::Whole(texts) => {

@@ -83,14 +83,10 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
             _ => count.saturating_mul(held.dtype.size_in_bytes()),
         };
         let module = name.rsplit('.').nth(1).unwrap_or_default();
+        let is_whole = of_mamba(config, &name).map(|(heads, tensor)| heads.is_whole(tensor));
         let copies = match shape.len() {
-            _ if let Some((heads, tensor)) = of_mamba(config, &name) => {
-                if heads.is_whole(tensor) {
-                    tp
-                } else {
-                    1
-                }
-            }
+            _ if is_whole == Some(true) => tp,
+            _ if is_whole == Some(false) => 1,
             3 => 1,
             _ if WHOLE.contains(&module) || name.ends_with(EXPERT_BIASES[2]) => tp,
             _ if shares_keys && ["k_proj", "v_proj"].contains(&module) => tp,

@@ -63,6 +63,6 @@ impl Norm {
 /// What is divided by the root of the mean of its squares over some dims, of which each rank may have a part.
 pub(crate) fn over_dims(x: &DTensor, dims: &[usize], eps: f64) -> Result<DTensor> {
     let count: usize = dims.iter().map(|&dim| x.dims()[dim]).product();
-    let mean = x.sqr()?.sum_keepdim(dims)?.affine(1.0 / count as f64, eps)?;
+    let mean = x.sqr()?.sum_keepdim(dims)?.resolve_partial()?.affine(1.0 / count as f64, eps)?;
     x.div(&mean.sqrt()?)
 }

@@ -6,8 +6,9 @@ use crate::step::{DecodeStep, SlotPast};
 
 /// The slots of the cache, and the texts in them, which carry a `T` each.
 ///
-/// A text is admitted into a free slot, its prompt is read in chunks, and then it grows token by token. What a text leaves
-/// in its slot stays there until the slot is needed. A later text begins with the tokens that it has in common with any slot.
+/// A text is admitted into a free slot, its prompt is read in chunks, and then it grows token by token. What
+/// a text leaves in its slot stays there until the slot is needed. A later text begins with the tokens that
+/// it has in common with any slot.
 #[derive(Debug)]
 pub(crate) struct Scheduler<T> {
     slots: Vec<CacheSlot<T>>,
@@ -82,7 +83,8 @@ pub(crate) struct PassRows {
 }
 
 impl<T> Scheduler<T> {
-    /// Free slots for texts of up to `room` tokens of a model, of which up to `chunk` tokens of prompts are computed in a pass.
+    /// Free slots for texts of up to `room` tokens of a model, of which up to `chunk` tokens of prompts are
+    /// computed in a pass.
     pub(crate) fn new(config: &Config, slots: usize, room: usize, chunk: usize) -> Self {
         let empty = |_| CacheSlot { cached: Vec::new(), length: 0, salt: 0, last_used: 0, text: None };
         Self {
@@ -129,8 +131,8 @@ impl<T> Scheduler<T> {
             carried,
         };
         let free = |slot: &&CacheSlot<T>| slot.text.is_none();
-        // A slot is taken for what it has if the text begins with most of that. Otherwise the one that was used
-        // longest ago is, so that what others have stays; the tokens in common are copied.
+        // A slot is taken for what it has if the text begins with most of that. Otherwise the one that was
+        // used longest ago is, so that what others have stays; the tokens in common are copied.
         let shared = |(at, slot): (usize, &CacheSlot<T>)| {
             let common = self.common(slot, slot.cached.len(), &text, true);
             (common > 0 && 2 * common >= slot.cached.len()).then_some((common, at))
@@ -155,7 +157,8 @@ impl<T> Scheduler<T> {
         }
     }
 
-    /// Ends the text in a slot, and leaves what the cache has of it to later texts, if they may begin with that.
+    /// Ends the text in a slot, and leaves what the cache has of it to later texts, if they may begin with
+    /// that.
     pub(crate) fn end(&mut self, slot: usize, is_sound: bool) -> Option<T> {
         let slot = self.slots.get_mut(slot)?;
         let text = slot.text.take()?;
@@ -169,8 +172,8 @@ impl<T> Scheduler<T> {
         Some(text.carried)
     }
 
-    /// How many of a text's first tokens the cache of a slot has as the text needs them, among its first `kept` ones: all but one at
-    /// most.
+    /// How many of a text's first tokens the cache of a slot has as the text needs them, among its first
+    /// `kept` ones: all but one at most.
     fn common(&self, slot: &CacheSlot<T>, kept: usize, text: &SlotText<T>, is_own: bool) -> usize {
         let (length, most) = (text.tokens.len(), text.tokens.len().saturating_sub(1));
         let [shorter, longer] = [length.min(slot.length), length.max(slot.length)];
@@ -181,10 +184,12 @@ impl<T> Scheduler<T> {
         let both = slot.cached.iter().take(kept).zip(text.tokens.iter().take(most));
         let common = both.take_while(|(cached, token)| cached == token).count();
         let is_whole = is_own && common == slot.cached.len();
-        if self.can_be_cut || is_whole { common } else { 0 }
+        let fits = (self.can_be_cut || is_whole) && !self.config.turns_anew(common, length);
+        if fits { common } else { 0 }
     }
 
-    /// The next pass: the next token of each text whose prompt is read, and a chunk of the prompts, the oldest text first.
+    /// The next pass: the next token of each text whose prompt is read, and a chunk of the prompts, the
+    /// oldest text first.
     ///
     /// A prompt is computed at once where its positions depend on its length.
     pub(crate) fn plan(&mut self) -> PassPlan {
@@ -291,7 +296,7 @@ mod tests {
     const ROOM: usize = 64;
 
     /// Slots that have tokens alone, with what they were turned by.
-    struct Memory(Vec<Vec<(u32, bool)>>);
+    struct Memory(Vec<Vec<(u32, bool)>>, usize);
 
     impl Memory {
         /// Does what ranks do in a pass; `is_turned` says how positions of a text are.
@@ -308,6 +313,8 @@ mod tests {
                     SlotPast::Nothing => memory.clear(),
                     SlotPast::Prefix { slot, tokens } => *memory = before[slot][..tokens].to_vec(),
                 }
+                // What positions are turned by is known by the length of a text, and not of each token.
+                assert!(!is_turned || !(1..=self.1).contains(&memory.len()));
                 memory.extend(all[at..at + span.tokens].iter().map(|&token| (token, is_turned)));
                 at += span.tokens;
                 assert!(memory.len() <= ROOM);
@@ -331,7 +338,7 @@ mod tests {
         fn new(config: &Config, slots: usize, chunk: usize, learned: usize) -> Self {
             Self {
                 scheduler: Scheduler::new(config, slots, ROOM, chunk),
-                memory: Memory(vec![Vec::new(); slots]),
+                memory: Memory(vec![Vec::new(); slots], learned),
                 texts: Vec::new(),
                 of_slot: vec![None; slots],
                 learned,

@@ -10,7 +10,8 @@ pub enum SlotPast {
     Nothing,
     /// All that the slot has.
     All,
-    /// The first `tokens` tokens in a slot, from 1 on. Its own are cut back to them, and those of another slot are copied.
+    /// The first `tokens` tokens in a slot, from 1 on. Its own are cut back to them, and those of another
+    /// slot are copied.
     Prefix {
         /// The slot.
         slot: usize,
@@ -51,7 +52,8 @@ pub struct DecodeStep {
 const FIELDS: usize = 5;
 
 impl SlotTokens {
-    /// The span as numbers. Of the past, they have the slot and the tokens: 0 for nothing, and the most for all.
+    /// The span as numbers. Of the past, they have the slot and the tokens: 0 for nothing, and the most for
+    /// all.
     fn fields(&self) -> [u32; FIELDS] {
         let [from, kept] = match self.past {
             SlotPast::Nothing => [self.slot as u32, 0],
@@ -73,14 +75,15 @@ impl SlotTokens {
 }
 
 impl DecodeStep {
-    /// Adds the new tokens of the text in a slot, which comes after those of all texts that were added. Logits are
-    /// wanted of what follows the last one.
+    /// Adds the new tokens of the text in a slot, which comes after those of all texts that were added.
+    /// Logits are wanted of what follows the last one.
     pub fn push(&mut self, slot: usize, tokens: &[u32], is_first: bool) {
         let past = if is_first { SlotPast::Nothing } else { SlotPast::All };
         self.push_behind(slot, past, tokens, 1);
     }
 
-    /// Adds the new tokens of the text in a slot behind a past. Logits are wanted of what follows the last `rows` of them.
+    /// Adds the new tokens of the text in a slot behind a past. Logits are wanted of what follows the last
+    /// `rows` of them.
     pub fn push_behind(&mut self, slot: usize, past: SlotPast, tokens: &[u32], rows: usize) {
         self.tokens.extend(tokens);
         self.spans.push(SlotTokens { slot, tokens: tokens.len(), past, rows: rows.min(tokens.len()) });
@@ -146,8 +149,8 @@ pub(crate) fn unpack(packed: Option<&Tensor>) -> candle_core::Result<Vec<SlotTok
     Ok(spans.iter().map(SlotTokens::of_fields).collect())
 }
 
-/// Returns the rows of `x` `[1, tokens, ..]` of which logits are wanted: the last ones of each text. If none is wanted, it is the very
-/// last one, since layers compute no empty tensors.
+/// Returns the rows of `x` `[1, tokens, ..]` of which logits are wanted: the last ones of each text. If none
+/// is wanted, it is the very last one, since layers compute no empty tensors.
 pub(crate) fn wanted_rows(x: &DTensor, spans: &[SlotTokens]) -> Result<DTensor> {
     let tokens = x.dims()[1];
     if rows(spans) == tokens {

@@ -58,6 +58,14 @@ pub fn encode_prompt(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
     Ok(encode_spans(tokenizer, text)?.into_iter().map(|(id, _)| id).collect())
 }
 
+/// Returns the tokens of a part of a text: without those around a whole one.
+///
+/// # Errors
+/// Those of the tokenizer.
+pub fn encode_part(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
+    Ok(encoding(tokenizer, text, false)?.get_ids().to_vec())
+}
+
 /// Returns the tokens that [`encode_prompt`] returns, each with the bytes of the text that it stands for. Those in front of the text
 /// stand for none.
 pub(crate) fn encode_spans(tokenizer: &Tokenizer, text: &str) -> Result<Vec<(u32, Range<usize>)>> {

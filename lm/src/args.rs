@@ -22,6 +22,7 @@ use crate::export::ExportArgs;
 use crate::flags;
 use crate::help::{ABOUT, EXAMPLES};
 use crate::score::args::ScoreArgs;
+use crate::serve::args::ServeArgs;
 use crate::train::args::TrainArgs;
 use crate::values;
 
@@ -166,6 +167,10 @@ pub struct Args {
     /// Many prompts.
     #[command(flatten)]
     pub batches: BatchArgs,
+
+    /// The options of a server.
+    #[command(flatten)]
+    pub serve: ServeArgs,
 
     /// The scoring options.
     #[command(flatten)]

@@ -51,8 +51,9 @@ impl Args {
             (0.01..=100.0).contains(&repetition_penalty),
             "--repetition-penalty {repetition_penalty} is not from 0.01 to 100: give 1 for none."
         );
-        let generates = !matches!(self.command, Some(Command::Info | Command::Export | Command::Merge))
-            && !self.training.trains();
+        let generates =
+            !matches!(self.command, Some(Command::Info | Command::Export | Command::Merge | Command::Serve))
+                && !self.training.trains();
         self.talk.validate(generates, self.prompt.is_some())?;
         require!(
             self.stop.iter().all(|text| !text.is_empty()),
@@ -88,7 +89,14 @@ impl Args {
                 require!(false, "train has no text: give --train FILE or --data FILE.");
             }
             (
-                Some(Command::Generate | Command::Score | Command::Info | Command::Export | Command::Merge),
+                Some(
+                    Command::Generate
+                    | Command::Serve
+                    | Command::Score
+                    | Command::Info
+                    | Command::Export
+                    | Command::Merge,
+                ),
                 true,
             ) => {
                 require!(false, "only train trains: leave out --train and --data, or say train.");
@@ -116,6 +124,7 @@ impl Args {
         }
         self.adapters.validate()?;
         self.score.validate()?;
+        self.serve.validate()?;
         self.batches.validate(self.training.batch)?;
         require!(
             self.training.batch.is_none() || self.training.trains() || self.batches.prompts.is_some(),

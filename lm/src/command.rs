@@ -9,6 +9,8 @@ pub enum Command {
     Generate,
     /// Trains on a text, or on records
     Train,
+    /// Answers requests of the OpenAI API over HTTP
+    Serve,
     /// Scores a text: the perplexity that a model finds in it
     Score,
     /// Tells what a model is, and what each of --tp ranks would hold

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use Command::{Export, Generate, Info, Merge, Score, Train};
+use Command::{Export, Generate, Info, Merge, Score, Serve, Train};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, CommandFactory, ValueEnum};
 use examples::cli::{Checked, UsageError};
@@ -11,28 +11,30 @@ use crate::args::Args;
 use crate::command::Command;
 
 /// The commands of the flags under each heading of the help.
-const HEADINGS: [(&str, &[Command]); 7] = [
-    ("Model", &[Generate, Train, Score, Info]),
+const HEADINGS: [(&str, &[Command]); 8] = [
+    ("Model", &[Generate, Train, Serve, Score, Info]),
     ("Export", &[Export, Merge]),
-    ("Ranks", &[Generate, Train, Score]),
+    ("Ranks", &[Generate, Train, Serve, Score]),
     ("Text", &[Generate]),
+    ("Server", &[Serve]),
     ("Scoring", &[Score]),
     ("Training", &[Train]),
     ("Output", &[Generate, Train, Score, Info, Export, Merge]),
 ];
 
 /// The commands of flags that are not those of their heading.
-const FLAGS: [(&str, &[Command]); 11] = [
-    ("adapter", &[Generate, Score, Export, Merge]),
-    ("dtype", &[Generate, Train, Score, Info, Merge]),
-    ("model", &[Generate, Train, Score, Info, Export, Merge]),
-    ("ignore_field", &[Generate, Train, Score, Info, Export, Merge]),
-    ("tp", &[Generate, Train, Score, Info]),
+const FLAGS: [(&str, &[Command]); 12] = [
+    ("adapter", &[Generate, Serve, Score, Export, Merge]),
+    ("dtype", &[Generate, Train, Serve, Score, Info, Merge]),
+    ("model", &[Generate, Train, Serve, Score, Info, Export, Merge]),
+    ("ignore_field", &[Generate, Train, Serve, Score, Info, Export, Merge]),
+    ("tp", &[Generate, Train, Serve, Score, Info]),
     ("cp", &[Generate, Train, Score]),
-    ("ep", &[Generate, Train, Score, Info]),
-    ("shares", &[Generate, Score, Info]),
-    ("dequantize", &[Generate, Score, Info]),
-    ("cache_dtype", &[Generate]),
+    ("ep", &[Generate, Train, Serve, Score, Info]),
+    ("shares", &[Generate, Serve, Score, Info]),
+    ("dequantize", &[Generate, Serve, Score, Info]),
+    ("cache_dtype", &[Generate, Serve]),
+    ("cache_tokens", &[Generate, Serve]),
     ("batch", &[Generate, Train]),
 ];
 

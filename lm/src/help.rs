@@ -27,6 +27,8 @@ Examples:
       Each line of a file, eight at a time.
   cargo run --release --bin lm -- generate --model ./SmolLM2-135M-Instruct.Q4_1.gguf --tp 2 --chat
       A conversation with a model that was trained for it; each line is a message.
+  cargo run --release --bin lm -- serve --model ./SmolLM2-135M-Instruct.Q4_1.gguf --tp 2
+      A server of the OpenAI API at http://127.0.0.1:8080, with a page to chat with.
   git log -1 --format=%B | cargo run --release --bin lm -- generate --model ./Llama-3.2-1B
       The prompt from a pipe.
   cargo build --release --features mpi && mpirun -n 2 target/release/lm generate --tp 2 --backend mpi
@@ -42,4 +44,4 @@ Examples:
   cargo run --release --bin lm -- generate --model ./learned/step-00000200 --prompt \"Once\"
       Write with what was learned.
 
-Exit status: 0 if all went well, also if a signal has stopped a training after a step, 1 if the model could not be read or run, 2 if the command line cannot work.";
+Exit status: 0 if all went well, also if a signal has stopped a training after a step or a server after its requests, 1 if the model could not be read or run, 2 if the command line cannot work.";

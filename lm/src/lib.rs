@@ -18,5 +18,6 @@ pub mod merge;
 pub mod opened;
 pub mod report;
 pub mod score;
+pub mod serve;
 pub mod train;
 mod values;

@@ -25,7 +25,7 @@ use lm::info::Info;
 use lm::input::{agree, usage};
 use lm::located::located;
 use lm::report::Report;
-use lm::{batch, export, memory, merge, opened, score, train};
+use lm::{batch, export, memory, merge, opened, score, serve, train};
 use tokenizers::Tokenizer;
 
 fn main() -> ExitCode {
@@ -36,12 +36,14 @@ fn main() -> ExitCode {
 /// Does what the command line says.
 fn command(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     args.check_inputs(ranks)?;
+    let name = serve::program::name(args);
     let args = &located(args, ranks, Hub::from_env)?;
     match args.command {
         _ if args.training.trains() => train::run::run(args, ranks),
         Some(Command::Info) => info(args, ranks),
         Some(Command::Export) => export::run(args, ranks),
         Some(Command::Merge) => merge::run(args, ranks),
+        Some(Command::Serve) => serve::program::run(args, &name, ranks),
         Some(Command::Score) => score::program::run(args, ranks),
         _ if args.talk.chat && args.prompt.is_none() => talk(args, ranks),
         _ => match &args.batches.prompts {

@@ -31,6 +31,10 @@ pub struct ChatMessage {
     /// the same letters of anybody else stay letters.
     #[serde(skip)]
     pub named: Vec<Range<usize>>,
+    /// Other fields that templates read, for example `tool_calls`, as JSON by their names. A `content` of these is written in the place
+    /// of the text.
+    #[serde(skip)]
+    pub fields: BTreeMap<String, String>,
 }
 
 /// The former name of [`ChatMessage`].
@@ -40,7 +44,23 @@ pub type Message = ChatMessage;
 impl ChatMessage {
     /// Creates a message.
     pub fn new(role: &str, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: content.into(), named: Vec::new() }
+        Self { role: role.into(), content: content.into(), named: Vec::new(), fields: BTreeMap::new() }
+    }
+
+    /// Sets another field that templates read; the value is JSON.
+    ///
+    /// ```
+    /// use candle_lm::chat::{ChatMessage, ChatTemplate, now};
+    ///
+    /// let source = "{% for m in messages %}{% for call in m.tool_calls %}[{{ call.name }}]{% endfor %}{% endfor %}";
+    /// let template = ChatTemplate::new(source, "an example", Default::default())?;
+    /// let message = ChatMessage::new("assistant", "").with_field("tool_calls", r#"[{"name": "clock"}]"#);
+    /// assert_eq!(template.render(&[message], now())?, "[clock]");
+    /// # Ok::<(), anyhow::Error>(())
+    /// ```
+    pub fn with_field(mut self, name: &str, json: impl Into<String>) -> Self {
+        self.fields.insert(name.into(), json.into());
+        self
     }
 }
 
@@ -61,7 +81,7 @@ impl ChatMessage {
 /// assert!(endless.render(&[], now).unwrap_err().to_string().contains("fuel"));
 /// # Ok::<(), anyhow::Error>(())
 /// ```
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct ChatTemplate {
     source: Arc<str>,
     /// The file or key that it comes from.
@@ -128,6 +148,12 @@ impl ChatTemplate {
         }
         self.source = source;
         Ok(self)
+    }
+
+    /// Whether the template, or that of conversations with tools, has this text.
+    pub fn mentions(&self, text: &str) -> bool {
+        let (source, for_tools) = self.sources();
+        source.contains(text) || for_tools.is_some_and(|source| source.contains(text))
     }
 
     /// Returns the template, and that of conversations with tools if it is another one.

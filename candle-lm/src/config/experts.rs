@@ -95,15 +95,14 @@ pub static QWEN: ExpertNames = ExpertNames {
     stacks: None,
 };
 
-/// The names of the files of gpt-oss.
-pub static GPT_OSS: ExpertNames = ExpertNames {
-    router: "mlp.router",
-    stacks: Some(StackNames {
-        gate_up: "mlp.experts.gate_up_proj",
-        down: "mlp.experts.down_proj",
-        interleaved: true,
-    }),
-    ..QWEN
+/// The names of the files of LFM2's mixtures.
+pub static LFM2: ExpertNames = ExpertNames {
+    router: "feed_forward.gate",
+    bias: "feed_forward.expert_bias",
+    experts: "feed_forward.experts",
+    layers: ["w1", "w3", "w2"],
+    shared: SHARED,
+    stacks: None,
 };
 
 /// The names of the files of Granite's mixtures.
@@ -117,8 +116,29 @@ pub static GRANITE: ExpertNames = ExpertNames {
     ..MIXTRAL
 };
 
+/// The names of the files of gpt-oss.
+pub static GPT_OSS: ExpertNames = ExpertNames {
+    router: "mlp.router",
+    stacks: Some(StackNames {
+        gate_up: "mlp.experts.gate_up_proj",
+        down: "mlp.experts.down_proj",
+        interleaved: true,
+    }),
+    ..QWEN
+};
+
 /// The names of the files of DeepSeek's mixtures, and of others that are made like them.
 pub static DEEPSEEK: ExpertNames = ExpertNames { shared: SHARED, ..QWEN };
+
+/// The names of the files of Mistral's mixtures.
+pub static MISTRAL: ExpertNames = ExpertNames {
+    stacks: Some(StackNames {
+        gate_up: "mlp.experts.gate_up_proj",
+        down: "mlp.experts.down_proj",
+        interleaved: false,
+    }),
+    ..DEEPSEEK
+};
 
 const SHARED: [&str; 2] = ["mlp.shared_experts", "mlp.shared_expert_gate"];
 
@@ -246,6 +266,36 @@ impl Experts {
         Self::read(fields, [8, 2], fields.size("intermediate_size", super::MOST)?, &MIXTRAL)
     }
 
+    /// Those of LFM2, in all `layers` layers but the first ones.
+    pub(super) fn lfm2(fields: &Fields, layers: usize) -> Result<Self> {
+        let hidden = fields.optional_size("moe_intermediate_size", super::MOST)?.unwrap_or(1792);
+        let dense = match fields.get("num_dense_layers") {
+            Some(value) if *value == json!(0) => 0,
+            _ => fields.optional_size("num_dense_layers", super::MOST_LAYERS)?.unwrap_or(2),
+        };
+        Ok(Self {
+            scores: Scores::Sigmoid,
+            has_bias: fields.switch_or("use_expert_bias", true)?,
+            normalize: fields.switch_or("norm_topk_prob", true)?,
+            normalize_epsilon: 1e-6,
+            scale: fields.optional_positive("routed_scaling_factor")?.unwrap_or(1.0),
+            layers: (0..layers).map(|layer| layer >= dense).collect(),
+            // The loss has no term for the balance.
+            balance: 0.0,
+            ..Self::read(fields, [32, 4], hidden, &LFM2)?
+        })
+    }
+
+    /// Those of Granite, in all layers.
+    pub(super) fn granite(fields: &Fields) -> Result<Self> {
+        let shared = match fields.get("shared_intermediate_size") {
+            Some(value) if *value == json!(0) => 0,
+            _ => fields.optional_size("shared_intermediate_size", super::MOST)?.unwrap_or(0),
+        };
+        let hidden = fields.size("intermediate_size", super::MOST)?;
+        Ok(Self { shared, ..Self::read(fields, [8, 2], hidden, &GRANITE)? })
+    }
+
     /// Those of gpt-oss, in all layers.
     pub(super) fn gpt_oss(fields: &Fields) -> Result<Self> {
         let hidden = fields.size("intermediate_size", super::MOST)?;
@@ -255,13 +305,6 @@ impl Experts {
         };
         let read = Self::read(fields, [128, 4], hidden, &GPT_OSS)?;
         Ok(Self { logit_bias: true, biases: true, gate, ..read })
-    }
-
-    /// Those of Granite's hybrids, in all layers, beside a network for all tokens.
-    pub(super) fn granite_hybrid(fields: &Fields) -> Result<Self> {
-        let shared = fields.optional_size("shared_intermediate_size", super::MOST)?.unwrap_or(1024);
-        let read = Self::read(fields, [8, 2], fields.size("intermediate_size", super::MOST)?, &GRANITE)?;
-        Ok(Self { shared, ..read })
     }
 
     /// Those of OLMo, in all layers.

@@ -112,7 +112,7 @@ impl AttentionTemperature {
 pub const FUSED_QKV: &str = "self_attn.qkv_proj";
 /// Gate and up in one.
 pub const FUSED_GATE: &str = "mlp.gate_up_proj";
-/// Gate and up of the network beside experts in one.
+/// Gate and up in one, of the network that all tokens use beside their experts.
 pub const FUSED_SHARED: &str = "mlp.shared_experts.gate_up_proj";
 
 /// Modules by their paths within a layer, or outside of layers, and what files call them.

@@ -231,13 +231,13 @@ impl Config {
             let attention =
                 attention.map(|(part, heads)| (name(&format!("self_attn.{part}_proj")), heads * dim));
             let gate = ["gate", "up"].map(|part| (name(&format!("mlp.{part}_proj")), self.intermediate_size));
-            let shared = self.parts.experts(layer).map_or(0, |experts| experts.shared);
-            let beside =
+            let shared = self.parts.experts.as_ref().map_or(0, |experts| experts.shared);
+            let shared =
                 ["gate", "up"].map(|part| (name(&format!("mlp.shared_experts.{part}_proj")), shared));
             let all = [
                 (FUSED_QKV, attention.to_vec()),
                 (FUSED_GATE, gate.to_vec()),
-                (FUSED_SHARED, beside.to_vec()),
+                (FUSED_SHARED, shared.to_vec()),
             ];
             let fused = all.into_iter().filter(|(module, _)| self.parts.fused.contains(module));
             fused.map(|(module, parts)| (name(module), parts)).collect::<Vec<_>>()

@@ -45,7 +45,7 @@ pub(super) fn fields(
     fields: &mut Map<String, Value>,
 ) -> Result<()> {
     let only = match kind {
-        "glm4moe" | "minimax-m2" => 2,
+        "glm4moe" | "minimax-m2" | "lfm2moe" => 2,
         // The softmax of the chosen logits, which is that of all over its sum.
         "gpt-oss" => 3,
         _ => 1,
@@ -56,6 +56,10 @@ pub(super) fn fields(
         "{kind}.{SCORES} is {}, and only {only} is supported",
         value.unwrap_or_default()
     );
+    if kind == "lfm2moe" {
+        let dense = fields.remove("first_k_dense_replace").unwrap_or(json!(0));
+        fields.insert("num_dense_layers".into(), dense);
+    }
     if kind != "glm4moe" {
         for (key, name, idle) in IDLE {
             let Some(value) = fields.remove(name) else { continue };
@@ -75,11 +79,23 @@ pub(super) fn fields(
     match kind {
         "llama" => {
             fields.insert("model_type".into(), json!("mixtral"));
-            let normalize = fields.remove("norm_topk_prob");
-            ensure!(
-                normalize.as_ref().is_none_or(|value| *value == json!(true)),
-                "{kind}.expert_weights_norm is false, and only true is supported"
-            );
+            normalizes(kind, fields)?;
+        }
+        "lfm2moe" => {
+            normalizes(kind, fields)?;
+            let has_bias = weights.names().any(|name| name.ends_with(".exp_probs_b.bias"));
+            fields.insert("use_expert_bias".into(), json!(has_bias));
+        }
+        "granitemoe" => {
+            if let Some(inner) = fields.remove("moe_intermediate_size") {
+                fields.insert("intermediate_size".into(), inner);
+            }
+            normalizes(kind, fields)?;
+            if fields.get("shared_intermediate_size").is_some_and(|width| *width != json!(0)) {
+                fields.insert("model_type".into(), json!("granitemoeshared"));
+            } else {
+                fields.remove("shared_intermediate_size");
+            }
         }
         "gpt-oss" => {
             // What is said of layers without experts, which there are none of.
@@ -92,11 +108,7 @@ pub(super) fn fields(
             if let Some(inner) = fields.remove("moe_intermediate_size") {
                 fields.insert("intermediate_size".into(), inner);
             }
-            let normalize = fields.remove("norm_topk_prob");
-            ensure!(
-                normalize.as_ref().is_none_or(|value| *value == json!(true)),
-                "{kind}.expert_weights_norm is false, and only true is supported"
-            );
+            normalizes(kind, fields)?;
         }
         "glm4moe" => {
             // Without the keys, which llama.cpp takes as off.
@@ -136,6 +148,16 @@ pub(super) fn fields(
         }
         _ => {}
     }
+    Ok(())
+}
+
+/// Takes away the field that says whether weights are normalized, which llama.cpp takes for granted.
+fn normalizes(kind: &str, fields: &mut Map<String, Value>) -> Result<()> {
+    let normalize = fields.remove("norm_topk_prob");
+    ensure!(
+        normalize.is_none_or(|value| value == json!(true)),
+        "{kind}.expert_weights_norm is false, and only true is supported"
+    );
     Ok(())
 }
 

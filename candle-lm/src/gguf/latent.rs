@@ -7,8 +7,15 @@ use serde_json::{Map, Value, json};
 use super::experts::drafts;
 use super::{Metadata, plain, whole};
 
-/// The architecture.
-pub(super) const KIND: &str = "deepseek2";
+/// The architecture of DeepSeek's models and of others that are made like them.
+pub(super) const DEEPSEEK: &str = "deepseek2";
+/// That of Mistral's, whose queries grow with their positions.
+pub(super) const MISTRAL: &str = "mistral4";
+
+/// Whether models of an architecture have latent attention.
+pub(super) fn is_kind(kind: &str) -> bool {
+    [DEEPSEEK, MISTRAL].contains(&kind)
+}
 
 /// The keys that [`fields`] reads, all after the name of the architecture.
 pub(super) const KEYS: [&str; 7] = [
@@ -40,14 +47,19 @@ const FLASH: ([u64; 2], u64) = ([47, 48], 154_880);
 ///
 /// # Errors
 /// If a key is not there, or the widths do not fit each other.
-pub(super) fn fields(metadata: &Metadata, weights: &Weights, fields: &mut Map<String, Value>) -> Result<()> {
-    let number = |key: &str| metadata.get(&format!("{KIND}.{key}")).and_then(whole);
-    let size = |key: &str| number(key).with_context(|| format!("there is no {KIND}.{key}"));
+pub(super) fn fields(
+    kind: &str,
+    metadata: &Metadata,
+    weights: &Weights,
+    fields: &mut Map<String, Value>,
+) -> Result<()> {
+    let number = |key: &str| metadata.get(&format!("{kind}.{key}")).and_then(whole);
+    let size = |key: &str| number(key).with_context(|| format!("there is no {kind}.{key}"));
     let (rank, rotary) = (size("attention.kv_lora_rank")?, size("rope.dimension_count")?);
     // Where keys and values are one head of latents, the widths of the others have keys of their own.
     let of_head = |name: &str| number(&format!("{name}_mla")).map_or_else(|| size(name), Ok);
     let (key, value) = (of_head("attention.key_length")?, of_head("attention.value_length")?);
-    ensure!(key > rotary, "{KIND}: keys are {key} wide, and {rotary} of it have rotary positions");
+    ensure!(key > rotary, "{kind}: keys are {key} wide, and {rotary} of it have rotary positions");
     for (name, size) in [
         ("kv_lora_rank", Some(rank)),
         ("q_lora_rank", number("attention.q_lora_rank").filter(|&rank| rank > 0)),
@@ -83,10 +95,11 @@ pub(super) fn fields(metadata: &Metadata, weights: &Weights, fields: &mut Map<St
     fields.entry("norm_topk_prob").or_insert(json!(false));
     let is_flash = layers.is_some_and(|layers| FLASH.0.contains(&layers))
         && count(fields, "vocab_size") == Some(FLASH.1);
-    let gating = metadata.get(&format!("{KIND}.expert_gating_func")).and_then(plain);
+    let gating = metadata.get(&format!("{kind}.expert_gating_func")).and_then(plain);
     match gating.as_ref().and_then(Value::as_u64) {
         Some(2) => {}
         None if is_flash => {}
+        None | Some(0 | 1) if kind == MISTRAL => {}
         None | Some(0 | 1) => {
             fields.insert("model_type".into(), json!("deepseek_v2"));
             let is_grouped = fields.get("n_group") != Some(&json!(1));
@@ -94,7 +107,7 @@ pub(super) fn fields(metadata: &Metadata, weights: &Weights, fields: &mut Map<St
             fields.insert("topk_method".into(), json!(method));
         }
         Some(other) => {
-            bail!("{KIND}.expert_gating_func is {other}, and only 1 and 2 are supported")
+            bail!("{kind}.expert_gating_func is {other}, and only 1 and 2 are supported")
         }
     }
     Ok(())

@@ -22,19 +22,21 @@ use super::config::Config;
 use super::config::parts::{FUSED_GATE, FUSED_QKV};
 use super::config::tensors::{EXPERTS, ROUTER};
 use super::config::unknown::UnknownFields;
+use super::expert_files::GATE_UP;
 
 /// The metadata of a file.
 type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 37] = [
+const ARCHITECTURES: [(&str, &str, bool); 41] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
     ("mistral3", "ministral3", true),
     ("smollm3", "smollm3", true),
     ("granite", "granite", true),
+    ("granitemoe", "granitemoe", true),
     ("qwen2", "qwen2", false),
     ("qwen3", "qwen3", false),
     // The language models of models for images.
@@ -61,11 +63,14 @@ const ARCHITECTURES: [(&str, &str, bool); 37] = [
     ("nemotron", "nemotron", false),
     ("arcee", "arcee", true),
     ("stablelm", "stablelm", false),
+    ("starcoder2", "starcoder2", false),
     ("lfm2", "lfm2", false),
+    ("lfm2moe", "lfm2_moe", false),
     ("olmoe", "olmoe", false),
     ("qwen2moe", "qwen2_moe", false),
     ("gpt-oss", "gpt_oss", false),
-    (latent::KIND, "deepseek_v3", false),
+    (latent::DEEPSEEK, "deepseek_v3", false),
+    (latent::MISTRAL, "mistral4", false),
     ("granitehybrid", "granitemoehybrid", true),
     ("mamba2", "mamba2", false),
     ("nemotron_h", "nemotron_h", false),
@@ -130,7 +135,7 @@ const TENSORS: [(&str, &str); 5] = [
 ];
 
 /// The names of modules of layers.
-const MODULES: [(&str, &str); 32] = [
+const MODULES: [(&str, &str); 33] = [
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
     ("attn_v", "self_attn.v_proj"),
@@ -156,6 +161,7 @@ const MODULES: [(&str, &str); 32] = [
     ("ffn_gate_exps", EXPERTS[0]),
     ("ffn_up_exps", EXPERTS[1]),
     ("ffn_down_exps", EXPERTS[2]),
+    ("ffn_gate_up_exps", GATE_UP),
     ("shortconv.in_proj", "conv.in_proj"),
     ("shortconv.conv", CONV),
     ("shortconv.out_proj", "conv.out_proj"),
@@ -222,7 +228,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         let Some(own) = key.strip_prefix(kind.as_str()).and_then(|key| key.strip_prefix('.')) else {
             continue;
         };
-        let is_latent = kind == latent::KIND && latent::KEYS.contains(&own);
+        let is_latent = latent::is_kind(kind) && latent::KEYS.contains(&own);
         if is_latent || rope::KEYS.contains(&own) || experts::KEYS.contains(&own) {
             continue;
         }
@@ -245,7 +251,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     fields.insert("vocab_size".into(), json!(rows));
     let has = |name: &str| weights.names().any(|known| known == name);
     fields.insert("tie_word_embeddings".into(), json!(!has("output.weight")));
-    if ["seed_oss", "chatglm", "glm4", "glm4moe"].contains(&kind.as_str()) {
+    if ["seed_oss", "chatglm", "glm4", "glm4moe", "gpt-oss"].contains(&kind.as_str()) {
         fields.insert("attention_bias".into(), json!(has("blk.0.attn_q.bias")));
     } else if has("blk.0.attn_output.bias") {
         fields.insert("attention_bias".into(), json!(true));
@@ -262,6 +268,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     for (kinds, was, is) in [
         (&["command-r", "cohere2"][..], "logits_scaling", "logit_scale"),
         (&["nemotron"], "layer_norm_eps", "norm_eps"),
+        (&["starcoder2"], "layer_norm_eps", "norm_epsilon"),
+        (&["starcoder2"], "mlp_bias", "use_bias"),
+        (&["granitemoe"], "shared_expert_intermediate_size", "shared_intermediate_size"),
     ] {
         if kinds.contains(&kind.as_str())
             && let Some(value) = fields.remove(was)
@@ -274,8 +283,8 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         fields.entry("sliding_window").or_insert(Value::Null);
     }
     rope::fields(kind, metadata, (weights, has_values), &mut fields)?;
-    match kind == latent::KIND {
-        true => latent::fields(metadata, weights, &mut fields)?,
+    match latent::is_kind(kind) {
+        true => latent::fields(kind, metadata, weights, &mut fields)?,
         false => experts::fields(kind, metadata, weights, &mut fields)?,
     }
     let ends: Vec<u64> = ["eos_token_id", "eot_token_id", "eom_token_id"]
@@ -287,10 +296,17 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         metadata.get("tokenizer.ggml.bos_token_id").and_then(plain).map(|id| ("bos_token_id".into(), id)),
     );
     if kind == "lfm2" {
+        fields.insert("block_auto_adjust_ff_dim".into(), json!(false));
+    }
+    if kind.starts_with("lfm2") {
         lfm2(&mut fields)?;
     }
     if mamba::KINDS.contains(&kind.as_str()) {
         mamba::fields(kind, metadata, weights, &mut fields)?;
+    }
+    if kind == "starcoder2" {
+        fields.remove("attention_bias");
+        fields.entry("use_bias").or_insert(json!(false));
     }
     if kind == "stablelm" {
         fields.insert("use_parallel_residual".into(), json!(!has("blk.0.ffn_norm.weight")));
@@ -341,9 +357,8 @@ fn layer_types(fields: &mut Map<String, Value>) {
     fields.insert("layer_types".into(), types);
 }
 
-/// What files of LFM2 say of layers: those without key heads are convolutions. The width of feed-forward layers is what it is.
+/// What files of LFM2 say of layers: those without key heads are convolutions.
 fn lfm2(fields: &mut Map<String, Value>) -> Result<()> {
-    fields.insert("block_auto_adjust_ff_dim".into(), json!(false));
     let heads = fields.get("num_key_value_heads").cloned().unwrap_or_default();
     let Value::Array(heads) = heads else { return Ok(()) };
     let mut others = heads.iter().filter(|count| **count != json!(0));
@@ -392,7 +407,7 @@ pub(crate) fn renamed(name: &str, config: &Config) -> String {
     };
     match hub {
         None => name.to_owned(),
-        Some(hub) if EXPERTS.contains(&hub) => {
+        Some(hub) if EXPERTS.contains(&hub) || hub == GATE_UP => {
             let bias = if parameter == "bias" { "_bias" } else { "" };
             format!("model.layers.{layer}.{hub}{bias}")
         }

@@ -67,7 +67,7 @@ pub(super) fn fields(
         .and_then(|factor| factor.as_f64())
         .map_or(1.0, |factor| 0.1 * factor.max(1.0).ln() + 1.0);
     let known: &[&str] = match scaling {
-        Some("yarn") if kind == latent::KIND => &[
+        Some("yarn") if latent::is_kind(kind) => &[
             "rope.scaling.factor",
             "rope.scaling.original_context_length",
             "rope.scaling.yarn_beta_fast",
@@ -92,8 +92,11 @@ pub(super) fn fields(
         }
     };
     let always = ["rope.dimension_count", "rope.scaling.type", "rope.scaling.finetuned"];
-    let of_kind: &[&str] =
-        if (kind, scaling) == ("mistral3", Some("yarn")) { &[LOG_MULTIPLIER, TEMPERATURE] } else { &[] };
+    let of_kind: &[&str] = if ["mistral3", latent::MISTRAL].contains(&kind) && scaling == Some("yarn") {
+        &[LOG_MULTIPLIER, TEMPERATURE]
+    } else {
+        &[]
+    };
     let is_known = |key: &str| [&always[..], known, of_kind].iter().any(|keys| keys.contains(&key));
     for key in KEYS.iter().filter(|key| !is_known(key)) {
         let value = own(key).and_then(plain).and_then(|value| value.as_f64());
@@ -121,7 +124,7 @@ pub(super) fn fields(
                 // So the model was trained; files do not say it.
                 said.insert("truncate".into(), json!(false));
             }
-            if kind == latent::KIND {
+            if latent::is_kind(kind) {
                 // Cosines and sines have no factor.
                 let share = own(LOG_MULTIPLIER).and_then(plain).and_then(|share| share.as_f64());
                 match share.filter(|&share| share != 0.0) {
@@ -131,11 +134,18 @@ pub(super) fn fields(
                     None => drop(said.insert("attention_factor".into(), json!(1.0))),
                 }
             }
-            if let Some(all) = own(LOG_MULTIPLIER).and_then(plain).filter(|_| kind != latent::KIND) {
+            if let Some(all) = own(LOG_MULTIPLIER).and_then(plain).filter(|_| !latent::is_kind(kind)) {
                 said.extend([("mscale".to_owned(), json!(1.0)), ("mscale_all_dim".to_owned(), all)]);
             }
             said.extend(own(TEMPERATURE).and_then(plain).map(|scale| ("llama_4_scaling_beta".into(), scale)));
+            if kind == latent::MISTRAL {
+                said.entry("llama_4_scaling_beta").or_insert(json!(0.0));
+            }
             fields.insert("rope_scaling".into(), said.into());
+        }
+        None | Some("none") if kind == latent::MISTRAL => {
+            let said = json!({"rope_type": "default", "llama_4_scaling_beta": 0.0});
+            fields.insert("rope_scaling".into(), said);
         }
         _ => {}
     }

@@ -7,7 +7,12 @@ mod run;
 mod stream;
 mod text;
 
+// A front may be tested with an engine of its own.
+#[doc(hidden)]
+pub use queue::WaitingRequest;
 pub use queue::{QueueLimits, RequestQueue, ServeStatus, SubmitError};
 pub use request::{RequestError, ServeRequest, TokenConstraint, TokenLogprob, TokenMask};
 pub use run::{ServeOptions, ServeReport, serve};
+#[doc(hidden)]
+pub use stream::EventSender;
 pub use stream::{RequestStream, TokenEvent};

@@ -17,7 +17,8 @@ pub(super) enum RankOrder {
     End,
 }
 
-/// The words of the first message of an order: enough for the next tokens of forty texts. A longer order has a second one.
+/// The words of the first message of an order: enough for the next tokens of forty texts. A longer order has
+/// a second one.
 const WORDS: usize = 256;
 
 const WAIT: u32 = 0;

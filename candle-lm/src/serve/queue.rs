@@ -45,7 +45,8 @@ pub enum SubmitError {
     /// The ranks have failed; this is the cause.
     #[error("the model has failed: {0}")]
     Failed(Arc<str>),
-    /// A text has room for fewer tokens, those that are to be written included: one at least, or none if none was asked for.
+    /// A text has room for fewer tokens, those that are to be written included: one at least, or none if none
+    /// was asked for.
     #[error("the prompt has {tokens} tokens, and a text has room for {room}; shorten it")]
     TooLong {
         /// The tokens of the prompt.
@@ -94,10 +95,13 @@ pub struct ServeStatus {
 }
 
 /// A request that waits.
+#[doc(hidden)]
 #[derive(Debug)]
-pub(super) struct WaitingRequest {
-    pub(super) request: ServeRequest,
-    pub(super) events: EventSender,
+pub struct WaitingRequest {
+    /// What is asked for.
+    pub request: ServeRequest,
+    /// Where its events go.
+    pub events: EventSender,
 }
 
 /// What the front asks of the engine as a whole.
@@ -112,7 +116,7 @@ pub(super) enum QueueMode {
 }
 
 #[derive(Debug)]
-struct QueueState {
+struct QueueContents {
     limits: QueueLimits,
     /// The requests of each salt, the oldest first.
     waiting: BTreeMap<u64, VecDeque<WaitingRequest>>,
@@ -131,7 +135,7 @@ struct QueueState {
 
 #[derive(Debug)]
 struct SharedQueue {
-    state: Mutex<QueueState>,
+    state: Mutex<QueueContents>,
     changed: Condvar,
 }
 
@@ -154,7 +158,7 @@ pub struct RequestQueue(Arc<SharedQueue>);
 impl RequestQueue {
     /// An empty queue.
     pub fn new(limits: QueueLimits) -> Self {
-        let state = QueueState {
+        let state = QueueContents {
             limits,
             waiting: BTreeMap::new(),
             turns: VecDeque::new(),
@@ -240,11 +244,18 @@ impl RequestQueue {
     }
 
     /// Takes requests from now on, for texts of up to `room` tokens of a vocabulary.
-    pub(super) fn open(&self, status: ServeStatus, vocab_size: usize) {
+    #[doc(hidden)]
+    pub fn open(&self, status: ServeStatus, vocab_size: usize) {
         let mut state = self.0.state.lock();
         (state.status, state.vocab_size) = (status, vocab_size);
         drop(state);
         self.0.changed.notify_all();
+    }
+
+    /// Whether all requests are to end now.
+    #[doc(hidden)]
+    pub fn is_stopped(&self) -> bool {
+        self.mode() == QueueMode::Stopping
     }
 
     /// What the front asks of the engine as a whole.
@@ -253,7 +264,8 @@ impl RequestQueue {
     }
 
     /// Takes out the request whose turn it is, if one waits that was neither dropped nor is too late.
-    pub(super) fn take(&self, now: Instant) -> Option<WaitingRequest> {
+    #[doc(hidden)]
+    pub fn take(&self, now: Instant) -> Option<WaitingRequest> {
         let mut state = self.0.state.lock();
         state.sweep(now);
         state.take()
@@ -308,7 +320,7 @@ impl RequestQueue {
     }
 }
 
-impl QueueState {
+impl QueueContents {
     fn check(&self, request: &ServeRequest) -> Result<(), SubmitError> {
         if let Some(cause) = &self.status.failure {
             return Err(SubmitError::Failed(cause.clone()));

@@ -30,7 +30,8 @@ pub struct ServeRequest {
     pub stop_tokens: BTreeSet<u32>,
     /// Whether the model's own tokens that end texts are tokens like others.
     pub ignore_eos: bool,
-    /// How many of the likeliest tokens are told with each token, with their log-probabilities; `None` for no log-probabilities.
+    /// How many of the likeliest tokens are told with each token, with their log-probabilities; `None` for no
+    /// log-probabilities.
     pub logprobs: Option<usize>,
     /// Whether the log-probabilities of the prompt's tokens are told. The whole prompt is computed then.
     pub prompt_logprobs: bool,

@@ -27,10 +27,11 @@ pub struct ServeOptions {
     pub slots: usize,
     /// The most tokens of a text, if not as many as the model takes.
     pub room: Option<usize>,
-    /// The most bytes of all texts' keys, values and states on all ranks of a layer together; there are fewer slots then, if need be.
+    /// The most bytes of all texts' keys, values and states on all ranks of a layer together; there are fewer
+    /// slots then, if need be.
     pub memory: Option<usize>,
-    /// The most tokens of prompts in a pass, beside one of each text that is being written. It bounds the time between two
-    /// tokens of a text while others begin.
+    /// The most tokens of prompts in a pass, beside one of each text that is being written. It bounds the
+    /// time between two tokens of a text while others begin.
     pub chunk: usize,
     /// How often ranks hear of each other while there is nothing to do: more often than their timeout.
     pub heartbeat: Duration,
@@ -89,12 +90,12 @@ pub struct ServeReport {
     pub bytes: usize,
 }
 
-/// Serves requests on all ranks, in `stages` stages, until the queue of rank 0 is drained or stopped. Every rank calls it; rank 0 gives
-/// the queue.
+/// Serves requests on all ranks, in `stages` stages, until the queue of rank 0 is drained or stopped. Every
+/// rank calls it; rank 0 gives the queue.
 ///
-/// A pass of the model computes the next token of each text and a chunk of the prompts of new ones. Rank 0 decides what it has,
-/// tells all ranks, and chooses the tokens. An error of one request ends it alone. If a rank fails, all requests fail with its
-/// error.
+/// A pass of the model computes the next token of each text and a chunk of the prompts of new ones. Rank 0
+/// decides what it has, tells all ranks, and chooses the tokens. An error of one request ends it alone. If a
+/// rank fails, all requests fail with its error.
 ///
 /// # Errors
 /// Those of [`Engine::new`], of [`ServeOptions::slots`] and of the model.

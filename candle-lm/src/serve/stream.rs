@@ -61,13 +61,14 @@ struct SharedMailbox {
 }
 
 /// The engine's end of a stream. If it is dropped before the last event, the request fails.
+#[doc(hidden)]
 #[derive(Debug)]
-pub(super) struct EventSender(Arc<SharedMailbox>);
+pub struct EventSender(Arc<SharedMailbox>);
 
 /// What happens to one request. The next pass cancels a request whose stream was dropped.
 ///
-/// The last event is one of [`TokenEvent::Ended`] and [`TokenEvent::Failed`]. The engine never waits for a reader: events
-/// wait here, and there are no more of them than the tokens that were asked for, and two.
+/// The last event is one of [`TokenEvent::Ended`] and [`TokenEvent::Failed`]. The engine never waits for a
+/// reader: events wait here, and there are no more of them than the tokens that were asked for, and two.
 #[derive(Debug)]
 pub struct RequestStream(Arc<SharedMailbox>);
 
@@ -79,7 +80,7 @@ pub(super) fn channel() -> (EventSender, RequestStream) {
 
 impl EventSender {
     /// Sends an event. None comes behind the last one, and none to a stream that was dropped.
-    pub(super) fn send(&self, event: TokenEvent) {
+    pub fn send(&self, event: TokenEvent) {
         let mut mailbox = self.0.mailbox.lock();
         if mailbox.is_ended {
             return;
@@ -97,7 +98,7 @@ impl EventSender {
     }
 
     /// Whether the stream was dropped.
-    pub(super) fn is_abandoned(&self) -> bool {
+    pub fn is_abandoned(&self) -> bool {
         self.0.mailbox.lock().is_abandoned
     }
 }
@@ -109,7 +110,8 @@ impl Drop for EventSender {
 }
 
 impl RequestStream {
-    /// The next event, as soon as there is one; `None` if none comes within `timeout`, or the last one has been read.
+    /// The next event, as soon as there is one; `None` if none comes within `timeout`, or the last one has
+    /// been read.
     pub fn next_event(&mut self, timeout: Duration) -> Option<TokenEvent> {
         let until = Instant::now().checked_add(timeout);
         let mut mailbox = self.0.mailbox.lock();
@@ -131,8 +133,8 @@ impl RequestStream {
         }
     }
 
-    /// The next event, or `None` behind the last one. If there is none yet, the task of `context` is woken as soon as
-    /// there is: no runtime is needed for that.
+    /// The next event, or `None` behind the last one. If there is none yet, the task of `context` is woken as
+    /// soon as there is: no runtime is needed for that.
     ///
     /// ```
     /// use std::future::poll_fn;

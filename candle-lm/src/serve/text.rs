@@ -29,7 +29,8 @@ pub(super) struct RequestText {
     constraint: Option<Box<dyn TokenConstraint>>,
     admitted: Instant,
     is_begun: bool,
-    /// The prompt, if log-probabilities of its tokens are told, and those of the tokens so far, from the second one on.
+    /// The prompt, if log-probabilities of its tokens are told, and those of the tokens so far, from the
+    /// second one on.
     prompt: Vec<u32>,
     prompt_logprobs: Vec<TokenLogprob>,
 }
@@ -101,8 +102,8 @@ impl RequestText {
         self.events.send(end.map_or_else(TokenEvent::Failed, TokenEvent::Ended));
     }
 
-    /// Takes the logits of a pass, `width` of each row. The last row says what follows the text if `is_next`; `reused` tokens of the prompt
-    /// were not computed.
+    /// Takes the logits of a pass, `width` of each row. The last row says what follows the text if `is_next`;
+    /// `reused` tokens of the prompt were not computed.
     pub(super) fn advance(
         &mut self,
         rows: &[f32],

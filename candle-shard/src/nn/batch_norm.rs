@@ -1,5 +1,4 @@
 //! Batch norm with statistics over the batch of all ranks.
-use crate::layout::Replicate;
 use crate::nn::{Init, MeshVarBuilder, ModuleT};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::random::Draws;
@@ -103,7 +102,7 @@ impl BatchNorm {
         if let Some(other) = running.into_iter().chain(learned).find(|x| x.dims() != [channels]) {
             return Error::op(OP, format!("{} for {channels} channels; give [{channels}]", other.spec()));
         }
-        let [running_mean, running_var] = running.map(|x| resolved(&x.detach())?.copy());
+        let [running_mean, running_var] = running.map(|x| x.detach().resolve_partial()?.copy());
         let config = BatchNormConfig { affine: weight_and_bias.is_some(), ..config };
         let (running_mean, running_var, style) = (running_mean?, running_var?, ModuleStyle::default());
         Ok(Self { running_mean, running_var, weight_and_bias, config, style })
@@ -149,7 +148,7 @@ impl BatchNorm {
             );
         }
         let wide = wide(&x)?;
-        let mean_of = |x: &DTensor| resolved(&x.mean_keepdim(&others[..])?);
+        let mean_of = |x: &DTensor| x.mean_keepdim(&others[..])?.resolve_partial();
         let mean = self.config.remove_mean.then(|| mean_of(&wide)).transpose()?;
         let centered = match &mean {
             Some(mean) => wide.sub(mean)?,
@@ -179,7 +178,7 @@ impl BatchNorm {
         }
         x.check_float(OP)?;
         let [x] = self.style.inputs_of(LayerKind::Channels, [x])?;
-        resolved(&x)
+        x.resolve_partial()
     }
 
     /// Updates running statistics by those of a batch multiplied by `times`.
@@ -206,11 +205,6 @@ fn check(config: &BatchNormConfig) -> Result<()> {
         return Ok(());
     }
     Error::op(OP, format!("eps {eps} and momentum {momentum}: expected at least 0, and one in [0, 1]"))
-}
-
-/// Replicates partial sums; shards stay.
-fn resolved(x: &DTensor) -> Result<DTensor> {
-    x.placed(|_, placement| if placement.is_partial() { Replicate } else { placement })
 }
 
 /// Converts to the dtype in which statistics are computed.

@@ -150,7 +150,7 @@ impl DTensor {
         if dims.iter().all(|&d| x.sharded_axes(d).next().is_none()) {
             return x.extreme_of_pieces(which, dims);
         }
-        let whole = x.detach().extreme_of_pieces(which, dims)?.resolved()?;
+        let whole = x.detach().extreme_of_pieces(which, dims)?.resolve_partial()?;
         let signature = || {
             let lies = |d: usize| if dims.contains(&d) { Replicate } else { Shard(d) };
             let rows = (0..x.rank()).map(|d| ShardingRule::new(lies(d), &[Shard(d), lies(d)])).collect();
@@ -203,7 +203,7 @@ impl DTensor {
             let signature = || Ok(Signature::new(x.kept_rows(&[dim]), &shape, DType::U32));
             return rules::run(op, &[dim], &[&x], signature, |x, _| Ok(which.place(x[0].to_local(), dim)?));
         }
-        let whole = x.extreme_of_pieces(which, &[dim])?.resolved()?;
+        let whole = x.extreme_of_pieces(which, &[dim])?.resolve_partial()?;
         let signature = || {
             let first = ShardingRule::new(Partial(ReduceOp::Min), &[Shard(dim), Replicate]);
             let kept = (0..x.rank())
@@ -226,7 +226,7 @@ impl DTensor {
             };
             Ok(here.where_cond(&which.place(x, dim)?.affine(1.0, start as f64)?, &nowhere)?)
         })?;
-        found.resolved()
+        found.resolve_partial()
     }
 
     #[track_caller]
@@ -263,11 +263,5 @@ impl DTensor {
             ))
         };
         rules::run("settle", dims, &[self], signature, |x, _| Ok(x[0].to_local().clone()))
-    }
-
-    /// Replicates the axes that are partial.
-    #[track_caller]
-    pub(super) fn resolved(&self) -> Result<Self> {
-        self.placed(|_, p| if p.is_partial() { Replicate } else { p })
     }
 }

@@ -45,7 +45,7 @@ impl DTensor {
         }
         self.settled(&[dim])?.in_full_precision(|x| {
             let x = x.below_maximum(&[dim])?.0;
-            x.sub(x.exp()?.sum_keepdim(dim)?.resolved()?.log()?)
+            x.sub(x.exp()?.sum_keepdim(dim)?.resolve_partial()?.log()?)
         })
     }
 
@@ -60,10 +60,10 @@ impl DTensor {
         self.settled(&dims)?.in_full_precision(|x| {
             if dims.iter().any(|&dim| self.dims()[dim] == 0) {
                 // There is no maximum to subtract.
-                return x.sum(&dims[..])?.resolved()?.log();
+                return x.sum(&dims[..])?.resolve_partial()?.log();
             }
             let (x, top) = x.below_maximum(&dims)?;
-            let sum = x.exp()?.sum_keepdim(&dims[..])?.resolved()?;
+            let sum = x.exp()?.sum_keepdim(&dims[..])?.resolve_partial()?;
             sum.log()?.add(top)?.reshape(without(self.dims(), &dims))
         })
     }
@@ -72,7 +72,7 @@ impl DTensor {
     /// out.
     #[track_caller]
     fn below_maximum(&self, dims: &[usize]) -> Result<(Self, Self)> {
-        let top = self.detach().extreme(Max, dims)?.resolved()?;
+        let top = self.detach().extreme(Max, dims)?.resolve_partial()?;
         Ok((self.sub(&top)?, top))
     }
 }

@@ -51,7 +51,7 @@ impl DTensor {
             return is_set.extreme(which, dims);
         }
         // The sum over nothing is 0.
-        let nothing = is_set.sum_keepdim(dims)?.resolved()?;
+        let nothing = is_set.sum_keepdim(dims)?.resolve_partial()?;
         if which == Max { nothing.ne(0.0) } else { nothing.eq(0.0) }
     }
 }

@@ -38,6 +38,18 @@ impl DTensor {
         called_from(Location::caller(), || self.to_targets(&targets, 0))
     }
 
+    /// Completes partial values: each `Partial` placement becomes `Replicate`, and other axes stay as they are, uneven sizes included.
+    ///
+    /// One reduction on each axis of partial values, and none without them.
+    ///
+    /// # Errors
+    /// Those of the group.
+    #[track_caller]
+    pub fn resolve_partial(&self) -> Result<Self> {
+        let resolved = |_, now: Placement| if now.is_partial() { Placement::Replicate } else { now };
+        called_from(Location::caller(), || self.placed(resolved))
+    }
+
     /// Redistributes each axis to the placement that `place` returns; unchanged axes keep their sizes.
     pub(crate) fn placed(&self, place: impl Fn(usize, Placement) -> Placement) -> Result<Self> {
         let target = |(axis, &now): (usize, &Placement)| {

@@ -4,5 +4,6 @@ mod hostile;
 mod lm;
 mod lm_train;
 mod sentence_embedding;
+mod serve;
 
 test_utils::settle_threads!();

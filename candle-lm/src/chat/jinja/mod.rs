@@ -106,7 +106,9 @@ pub(super) fn render(
     on_thread(|| {
         parsed(&with_marks(source), |template| {
             // Each message is a few values too.
-            let bytes: u64 = messages.iter().map(|message| (message.content.len() + 1000) as u64).sum();
+            let fields = |message: &ChatMessage| -> usize { message.fields.values().map(String::len).sum() };
+            let bytes: u64 =
+                messages.iter().map(|message| (message.content.len() + fields(message) + 1000) as u64).sum();
             let given: u64 = variables.values().map(|json| json.len() as u64).sum();
             let work = WorkBudget::new(bytes.saturating_add(given));
             let run = || {
@@ -143,9 +145,15 @@ pub(super) fn render(
 fn value(message: &ChatMessage, work: &WorkBudget) -> Result<JinjaValue, TemplateFailure> {
     let role = message.role.as_str();
     let role = if ROLES.contains(&role) { Text::own(role) } else { Text::foreign(role) };
-    let entries = [("role", role), ("content", Text::foreign_but(&message.content, &message.named))];
-    let entries = entries.map(|(name, text)| Ok((work.own(name)?, work.text(text)?)));
-    work.map(entries.into_iter().collect::<Result<_, TemplateFailure>>()?)
+    let mut entries = vec![(work.own("role")?, work.text(role)?)];
+    if !message.fields.contains_key("content") {
+        let content = Text::foreign_but(&message.content, &message.named);
+        entries.push((work.own("content")?, work.text(content)?));
+    }
+    for (name, json) in message.fields.iter().filter(|(name, _)| *name != "role") {
+        entries.push((work.own(name.as_str())?, parse_json::parse(json, work)?));
+    }
+    work.map(entries)
 }
 
 /// Runs `f` on a thread with a stack of its own, which its bounds fit.

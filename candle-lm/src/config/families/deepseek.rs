@@ -6,7 +6,7 @@ use candle_shard::nn::{ExpertGroups, Scores};
 use serde_json::Value;
 
 use super::{Family, PLAIN, drafts};
-use crate::config::experts::{DEEPSEEK_FIELDS, Experts};
+use crate::config::experts::{DEEPSEEK_FIELDS, Experts, MISTRAL};
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::{False, One, Text, True};
 use crate::config::fields::{Fields, joined};
@@ -14,7 +14,7 @@ use crate::config::parts::{LatentWidths, Parts};
 use crate::config::{MOST, rope};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 4] = [
+pub(super) static FAMILIES: [Family; 5] = [
     Family {
         model_type: "deepseek_v3",
         architecture: "DeepseekV3ForCausalLM",
@@ -58,6 +58,26 @@ pub(super) static FAMILIES: [Family; 4] = [
             latent(fields, Experts { scores, groups, has_bias: false, normalize, ..experts })
         },
     },
+    Family {
+        model_type: "mistral4",
+        architecture: "Mistral4ForCausalLM",
+        fields: &MISTRAL4,
+        absent: PLAIN,
+        parts: |fields, layers| {
+            let (scores, names) = (Scores::Softmax, &MISTRAL);
+            let experts = Experts { scores, has_bias: false, names, ..experts(fields, layers)? };
+            let parts = Parts { temperature: rope::temperature(fields)?, ..latent(fields, experts)? };
+            if let Some(LatentWidths { own, rotary, .. }) = parts.latent {
+                let share = rope::share(fields)?;
+                ensure!(
+                    share == 1.0 || (share * (own + rotary) as f64 - rotary as f64).abs() < 1e-6,
+                    "partial_rotary_factor is {share}, and qk_rope_head_dim is {rotary} of {} elements of a head",
+                    own + rotary
+                );
+            }
+            Ok(parts)
+        },
+    },
 ];
 
 fn v3(fields: &Fields, layers: usize) -> Result<Parts> {
@@ -79,6 +99,11 @@ const SPARSE: &str =
 
 const V3: [(&str, FieldRule); 29] =
     joined([("rope_interleave", Used), ("topk_method", Only(Text("noaux_tc")))], LATENT);
+
+const MISTRAL4: [(&str, FieldRule); 30] = joined(
+    [("partial_rotary_factor", Used), ("rope_interleave", Used), ("scoring_func", Only(Text("softmax")))],
+    LATENT,
+);
 
 const V2: [(&str, FieldRule); 31] = joined(
     [

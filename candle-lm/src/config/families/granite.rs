@@ -4,7 +4,7 @@ use anyhow::{Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
 use super::{Family, PLAIN, biased};
-use crate::config::experts::Experts;
+use crate::config::experts::{Experts, ROUTER};
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::Text;
 use crate::config::fields::{Fields, joined};
@@ -13,13 +13,33 @@ use crate::config::mixers::MixerKind;
 use crate::config::parts::{FUSED_GATE, FUSED_SHARED, Parts};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 2] = [
+pub(super) static FAMILIES: [Family; 4] = [
     Family {
         model_type: "granite",
         architecture: "GraniteForCausalLM",
         fields: &GRANITE,
         absent: PLAIN,
         parts: with_factors,
+    },
+    Family {
+        model_type: "granitemoe",
+        architecture: "GraniteMoeForCausalLM",
+        fields: &MIXTURE,
+        absent: PLAIN,
+        parts: mixture,
+    },
+    // The same model beside a network for all tokens.
+    Family {
+        model_type: "granitemoeshared",
+        architecture: "GraniteMoeSharedForCausalLM",
+        fields: &SHARED_MIXTURE,
+        absent: PLAIN,
+        parts: |fields, layers| {
+            let parts = mixture(fields, layers)?;
+            let is_shared = parts.experts.as_ref().is_some_and(|experts| experts.shared > 0);
+            let fused: &[&str] = if is_shared { &[FUSED_SHARED] } else { &[] };
+            Ok(Parts { fused, names: &SHARED_NAMES, ..parts })
+        },
     },
     Family {
         model_type: "granitemoehybrid",
@@ -45,7 +65,7 @@ pub(super) static FAMILIES: [Family; 2] = [
             };
             let has_experts = fields.get("num_local_experts") != Some(&json!(0));
             let (fused, names): (&[_], &[_]) = match has_experts {
-                true => (&[FUSED_SHARED], &MIXTURE_NAMES),
+                true => (&[FUSED_SHARED], &SHARED_NAMES),
                 false => (&[FUSED_GATE], &NAMES),
             };
             Ok(Parts {
@@ -53,7 +73,7 @@ pub(super) static FAMILIES: [Family; 2] = [
                 rotary: vec![is_rotary; layers],
                 fused,
                 names,
-                experts: has_experts.then(|| Experts::granite_hybrid(fields)).transpose()?,
+                experts: has_experts.then(|| Experts::granite(fields)).transpose()?,
                 ..with_factors(fields, layers)?
             })
         },
@@ -68,6 +88,10 @@ const GRANITE: [(&str, FieldRule); 6] = [
     ("mlp_bias", Used),
     ("residual_multiplier", Used),
 ];
+
+const MIXTURE: [(&str, FieldRule); 10] = joined(GRANITE, ROUTER);
+
+const SHARED_MIXTURE: [(&str, FieldRule); 11] = joined(MIXTURE, [("shared_intermediate_size", Used)]);
 
 const HYBRID: [(&str, FieldRule); 26] = joined(
     GRANITE,
@@ -100,9 +124,14 @@ const HYBRID: [(&str, FieldRule); 26] = joined(
 static NAMES: [(&str, &str); 2] =
     [(FUSED_GATE, "shared_mlp.input_linear"), ("mlp.down_proj", "shared_mlp.output_linear")];
 
-/// What files call the network beside experts.
-static MIXTURE_NAMES: [(&str, &str); 2] =
+/// The same of a network that all tokens use beside their experts.
+static SHARED_NAMES: [(&str, &str); 2] =
     [(FUSED_SHARED, "shared_mlp.input_linear"), ("mlp.shared_experts.down_proj", "shared_mlp.output_linear")];
+
+/// The parts of a model with experts in all layers.
+fn mixture(fields: &Fields, layers: usize) -> Result<Parts> {
+    Ok(Parts { experts: Some(Experts::granite(fields)?), ..with_factors(fields, layers)? })
+}
 
 /// The parts of a model with the four factors.
 fn with_factors(fields: &Fields, layers: usize) -> Result<Parts> {
@@ -147,6 +176,8 @@ pub(super) fn plain(mut fields: Map<String, Value>) -> Map<String, Value> {
     if fields.get("num_local_experts") == Some(&json!(0)) {
         let width = fields.remove("shared_intermediate_size").filter(|width| !width.is_null());
         fields.insert("intermediate_size".into(), width.unwrap_or(json!(1024)));
+    } else {
+        fields.entry("shared_intermediate_size").or_insert(json!(1024));
     }
     if let Some(types) = fields.remove("layers_block_type").filter(|types| !types.is_null()) {
         fields.entry("layer_types").or_insert(types);

@@ -4,25 +4,61 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
 use super::{Family, FamilyDefaults, PLAIN};
+use crate::config::experts::{Experts, ROUTER};
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::{False, True};
+use crate::config::fields::{Fields, joined};
 use crate::config::mixers::MixerKind;
 use crate::config::parts::{Parts, QkNorm};
 use crate::config::{MOST, MOST_LAYERS};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 1] = [Family {
-    model_type: "lfm2",
-    architecture: "Lfm2ForCausalLM",
-    fields: &LFM2,
-    absent: FamilyDefaults { tied: true, rope_theta: 1_000_000.0, ..PLAIN },
-    parts: |fields, layers| {
-        let taps = fields.optional_size("conv_L_cache", 1 << 16)?.unwrap_or(3);
-        let known = [("conv", MixerKind::ShortConv { taps }), ("full_attention", MixerKind::Attention)];
-        let mixers = fields.mixers(layers, &known)?.unwrap_or_else(|| vec![MixerKind::Attention; layers]);
-        Ok(Parts { qk_norm: QkNorm::Head, mixers, names: &NAMES, ..Parts::default() })
+pub(super) static FAMILIES: [Family; 2] = [
+    Family {
+        model_type: "lfm2",
+        architecture: "Lfm2ForCausalLM",
+        fields: &LFM2,
+        absent: ABSENT,
+        parts: convolutions,
     },
-}];
+    Family {
+        model_type: MIXTURE,
+        architecture: "Lfm2MoeForCausalLM",
+        fields: &LFM2_MOE,
+        absent: ABSENT,
+        parts: |fields, layers| {
+            let experts = Some(Experts::lfm2(fields, layers)?);
+            Ok(Parts { experts, ..convolutions(fields, layers)? })
+        },
+    },
+];
+
+const ABSENT: FamilyDefaults = FamilyDefaults { tied: true, rope_theta: 1_000_000.0, ..PLAIN };
+
+const MIXTURE: &str = "lfm2_moe";
+
+/// Attention in some layers, and short convolutions in the others.
+fn convolutions(fields: &Fields, layers: usize) -> Result<Parts> {
+    let taps = fields.optional_size("conv_L_cache", 1 << 16)?.unwrap_or(3);
+    let known = [("conv", MixerKind::ShortConv { taps }), ("full_attention", MixerKind::Attention)];
+    let mixers = fields.mixers(layers, &known)?.unwrap_or_else(|| vec![MixerKind::Attention; layers]);
+    Ok(Parts { qk_norm: QkNorm::Head, mixers, names: &NAMES, ..Parts::default() })
+}
+
+const LFM2_MOE: [(&str, FieldRule); 13] = joined(
+    ROUTER,
+    [
+        ("conv_L_cache", Used),
+        ("conv_bias", Only(False)),
+        ("layer_types", Used),
+        ("moe_intermediate_size", Used),
+        ("norm_topk_prob", Used),
+        ("num_dense_layers", Used),
+        ("num_experts", Used),
+        ("routed_scaling_factor", Used),
+        ("use_expert_bias", Used),
+    ],
+);
 
 const LFM2: [(&str, FieldRule); 14] = [
     // transformers reads none of these.
@@ -67,12 +103,17 @@ const OTHER_NAMES: [(&str, &str); 3] = [
 /// # Errors
 /// If a width is no number, or the list of layers with attention is none.
 pub(super) fn plain(mut fields: Map<String, Value>) -> Result<Map<String, Value>> {
+    let is_mixture = fields.get("model_type") == Some(&json!(MIXTURE));
     for (name, common) in OTHER_NAMES {
         if let Some(value) = fields.remove(name).filter(|value| !value.is_null()) {
             fields.insert(common.into(), value);
         }
     }
     fields.entry("rms_norm_eps").or_insert(json!(1e-5));
+    // The width of mixtures is what it is.
+    if is_mixture {
+        return Ok(fields);
+    }
     let mut take = |name: &str| fields.remove(name).filter(|value| !value.is_null());
     let adjusts = match take("block_auto_adjust_ff_dim") {
         None => true,

@@ -58,7 +58,7 @@ impl Family {
 
     /// Returns what the field is called that keeps norms from dividing by zero.
     pub(in crate::config) fn eps(&self) -> &'static str {
-        let names = ["layer_norm_eps", "norm_eps"];
+        let names = ["layer_norm_eps", "norm_eps", "norm_epsilon"];
         names.into_iter().find(|name| self.has(name)).unwrap_or("rms_norm_eps")
     }
 
@@ -76,7 +76,7 @@ impl Family {
     pub(in crate::config) fn of_rope(&self) -> &'static [&'static str] {
         match self.model_type {
             // The longest sequence is said outside too, and that counts.
-            "ministral3" => &["llama_4_scaling_beta", "max_position_embeddings"],
+            "ministral3" | "mistral4" => &["llama_4_scaling_beta", "max_position_embeddings"],
             _ => &[],
         }
     }

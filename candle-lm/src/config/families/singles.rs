@@ -9,7 +9,7 @@ use crate::config::fields::Plain::{False, One, Text, True};
 use crate::config::parts::{NormKind, Norms, Parts, QkNorm};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 8] = [
+pub(super) static FAMILIES: [Family; 9] = [
     Family {
         model_type: "seed_oss",
         architecture: "SeedOssForCausalLM",
@@ -95,6 +95,33 @@ pub(super) static FAMILIES: [Family; 8] = [
         absent: PLAIN,
         parts: |fields, layers| {
             Ok(Parts { gated: false, activation: Activation::Relu2, ..biased(fields, layers)? })
+        },
+    },
+    Family {
+        model_type: "starcoder2",
+        architecture: "Starcoder2ForCausalLM",
+        fields: &[
+            ("hidden_act", Only(Text("gelu_pytorch_tanh"))),
+            ("mlp_type", Only(Text("default"))),
+            ("norm_epsilon", Used),
+            ("norm_type", Only(Text("layer_norm"))),
+            ("sliding_window", Used),
+            ("use_bias", Used),
+        ],
+        absent: FamilyDefaults { tied: true, ..PLAIN },
+        parts: |fields, layers| {
+            let biased = fields.switch_or("use_bias", true)?;
+            Ok(Parts {
+                norm: NormKind::LayerWithBias,
+                qkv_bias: biased,
+                output_bias: biased,
+                mlp_bias: biased,
+                gated: false,
+                activation: Activation::GeluPytorchTanh,
+                windows: vec![fields.window("sliding_window", None)?; layers],
+                names: &[("mlp.up_proj", "mlp.c_fc"), ("mlp.down_proj", "mlp.c_proj")],
+                ..Parts::default()
+            })
         },
     },
     Family {

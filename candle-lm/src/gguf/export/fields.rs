@@ -85,7 +85,7 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
         own.retain(|(key, _)| *key != "attention.head_count_kv");
         own.push(("attention.head_count_kv", Stored::Array(counts)));
     }
-    if kind == "granite" {
+    if kind.starts_with("granite") {
         let scale = parts.scores_scale.unwrap_or((heads.dim as f64).powf(-0.5));
         own.extend([
             ("attention.scale", float(scale)),
@@ -117,15 +117,15 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
         if experts.scores == Scores::Sigmoid {
             own.extend([("expert_gating_func", number(2)), ("expert_weights_scale", float(experts.scale))]);
         }
-        if experts.shared_gate {
+        if experts.shared_gate || (kind == "granitemoe" && experts.shared > 0) {
             own.push(("expert_shared_feed_forward_length", number(experts.shared)));
         }
-        if kind == "glm4moe" {
+        if ["glm4moe", "lfm2moe"].contains(&kind) {
             let dense = (0..config.num_hidden_layers).filter(|&layer| !experts.are_in(layer)).count();
-            own.extend([
-                ("leading_dense_block_count", number(dense)),
-                ("expert_shared_count", number(experts.shared / hidden)),
-            ]);
+            own.push(("leading_dense_block_count", number(dense)));
+        }
+        if kind == "glm4moe" {
+            own.push(("expert_shared_count", number(experts.shared / hidden)));
         }
         if let Some(groups) = experts.groups {
             own.extend([

@@ -21,7 +21,7 @@ use tokenizers::Tokenizer;
 use super::{ARCHITECTURES, CONV, MODULES, NORMS, QK_NORMS, TENSORS, tokenizer};
 use crate::adapter::MergedAdapter;
 use crate::config::mixers::MixerKind;
-use crate::config::parts::{FUSED_GATE, Parts};
+use crate::config::parts::{FUSED_GATE, FUSED_SHARED, Parts};
 use crate::config::tensors::ROUTER;
 use crate::config::{Config, RopeScaling};
 use crate::files::Files;
@@ -88,7 +88,11 @@ pub(crate) fn export(
 /// What GGUF files call a kind of model, and whether the rows of queries and keys are permuted in them.
 pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     let (family, parts) = (config.family, &config.parts);
-    let family = if AS_LLAMA.contains(&family) { "llama" } else { family };
+    let family = match family {
+        _ if AS_LLAMA.contains(&family) => "llama",
+        "granitemoeshared" => "granitemoe",
+        _ => family,
+    };
     let found = ARCHITECTURES.iter().find(|(_, name, _)| *name == family);
     let has_states = parts.mixers.iter().any(|mixer| matches!(mixer, MixerKind::Mamba(_)));
     let found = found.filter(|_| parts.latent.is_none() && !parts.sinks && !has_states);
@@ -100,8 +104,10 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     let mut need = |has: bool, what: &'static str| lacks.extend((!has).then_some(what));
     need(windows(config) == windows_of(kind, config), "these sliding windows");
     need(!config.has_images, "the parts for images");
-    need(of_llama || !parts.mlp_bias, "biases of feed-forward layers");
-    need(of_llama || !parts.output_bias, "a bias of the output of attention");
+    let is_starcoder = kind == "starcoder2";
+    need(of_llama || is_starcoder || !parts.mlp_bias, "biases of feed-forward layers");
+    need(of_llama || is_starcoder || !parts.output_bias, "a bias of the output of attention");
+    need(!is_starcoder || parts.mlp_bias, "layers without biases");
     need(
         of_llama || ["exaone4", "mistral3", "arcee"].contains(&kind) || fields::frequencies(config).is_none(),
         "a scaling of each frequency",
@@ -135,12 +141,13 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     );
     if let Some(experts) = &parts.experts {
         let is_leading = |layers: &[bool]| layers.is_sorted();
-        let is_glm = kind == "glm4moe";
+        let leads = ["glm4moe", "lfm2moe"].contains(&kind);
+        need(kind != "lfm2moe" || (experts.normalize && experts.scale == 1.0), "scaled weights of experts");
         let takes_raw = ["qwen2moe", "olmoe"].contains(&kind);
-        need(is_glm || takes_raw || experts.normalize, "weights of experts that are not normalized");
+        need(leads || takes_raw || experts.normalize, "weights of experts that are not normalized");
         need(!takes_raw || !experts.normalize, "weights of experts that are normalized");
         need(
-            !config.has_dense_layers() || (is_glm && is_leading(&experts.layers)),
+            !config.has_dense_layers() || (leads && is_leading(&experts.layers)),
             "dense layers in a model that has layers with experts",
         );
         need(!parts.mlp_bias, "experts with biases");
@@ -180,7 +187,8 @@ type MemoryTensor = (String, Vec<usize>);
 fn named(config: &Config) -> Vec<(String, Vec<MemoryTensor>)> {
     let mut names = Vec::new();
     let mut tensors = config.tensors();
-    for (name, parts) in config.fused() {
+    // Gate and up of the network that all tokens use are apart.
+    for (name, parts) in config.fused().into_iter().filter(|(name, _)| !name.contains(FUSED_SHARED)) {
         let is_part = |tensor: &MemoryTensor| parts.iter().any(|(part, _)| *part == tensor.0);
         names.push((name, tensors.extract_if(.., |tensor| is_part(tensor)).collect()));
     }
@@ -190,8 +198,9 @@ fn named(config: &Config) -> Vec<(String, Vec<MemoryTensor>)> {
 
 /// The name that a tensor has in GGUF files.
 pub(crate) fn renamed(name: &str, kind: &str, config: &Config) -> Result<String> {
-    let is_other =
-        |gguf: &str| (gguf == "token_embd_norm.weight") != (kind == "lfm2") && name == "model.norm.weight";
+    let is_other = |gguf: &str| {
+        (gguf == "token_embd_norm.weight") != kind.starts_with("lfm2") && name == "model.norm.weight"
+    };
     if let Some((gguf, _)) = TENSORS.iter().find(|(gguf, hub)| *hub == name && !is_other(gguf)) {
         return Ok((*gguf).to_owned());
     }

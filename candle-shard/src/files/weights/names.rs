@@ -212,7 +212,9 @@ impl Weights {
         let mut stored = self.stored(name)?.clone();
         let (elements, is_plain) = (stored.shape.iter().product(), self.quantized_dtype(name)?.is_none());
         match &mut stored.pieces[..] {
-            [piece] if is_plain && stored.schemes.is_empty() => piece.block = [0..elements].into(),
+            [piece] if is_plain && stored.schemes.is_empty() => {
+                piece.block = std::iter::once(0..elements).collect();
+            }
             _ => {
                 return Err(self.error(name, "cannot get one dim: it lies in several pieces or in blocks"));
             }

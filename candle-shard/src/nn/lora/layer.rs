@@ -196,8 +196,8 @@ impl LinearAdapter {
         // m/‖W + scale·B·A‖ of the sum, less the product that the layer adds itself. The norm counts as a constant.
         let changed = self.b.detach().matmul(&self.a.detach())?.affine(self.scale, 0.0)?;
         let changed = (base.floats)()?.add(&changed)?.detach();
-        let squares = changed.sqr()?.sum(1)?;
-        let norms = squares.redistribute(magnitude.placements())?.sqrt()?;
+        // Both are cut as the rows of the weight, unevenly too.
+        let norms = changed.sqr()?.sum(1)?.resolve_partial()?.sqrt()?;
         let ratio = magnitude.div(&norms)?;
         let is_whole = AdapterScope::keeps_all(&self.dropout);
         let y = if is_whole { y.clone() } else { (base.product)(&dropped)? };

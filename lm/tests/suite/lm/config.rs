@@ -409,6 +409,9 @@ fn configs_of_older_transformers_say_the_same_of_newer_families() {
         ("glm", json!({"rope_theta": 10_000.0})),
         ("nemotron", json!({"rope_theta": 10_000.0})),
         ("stablelm", json!({"rope_theta": 10_000.0})),
+        ("lfm2 moe", json!({"rope_theta": 10_000.0, "tie_embedding": true})),
+        ("granite moe", json!({"rope_theta": 10_000.0})),
+        ("starcoder2", json!({"rope_theta": 10_000.0, "mlp_type": "default", "norm_type": "layer_norm"})),
         ("gemma", json!({"rope_theta": 10_000.0, "hidden_act": "gelu"})),
         (
             "cohere2",
@@ -505,6 +508,15 @@ fn what_newer_families_do_not_compute_is_refused_by_name() {
         ("gpt oss", json!({"num_experts": 6}), "num_local_experts is 5 and num_experts is 6"),
         ("gpt oss", json!({"norm_topk_prob": false}), "norm_topk_prob"),
         ("gpt oss", json!({"hidden_act": "gelu"}), "hidden_act is \"gelu\""),
+        ("lfm2 moe", json!({"block_auto_adjust_ff_dim": true}), "block_auto_adjust_ff_dim"),
+        ("lfm2 moe", json!({"conv_bias": true}), "conv_bias is true"),
+        ("granite moe", json!({"shared_intermediate_size": 20}), "shared_intermediate_size"),
+        ("granite moe", json!({"attention_multiplier": 0.0}), "attention_multiplier is 0"),
+        ("mistral4", json!({"rope_parameters": null}), "there is no llama_4_scaling_beta"),
+        ("mistral4", json!({"scoring_func": "sigmoid"}), "scoring_func is \"sigmoid\""),
+        ("mistral4", json!({"partial_rotary_factor": 0.7}), "partial_rotary_factor"),
+        ("starcoder2", json!({"hidden_act": "silu"}), "hidden_act is \"silu\""),
+        ("starcoder2", json!({"norm_type": "rms"}), "norm_type is \"rms\""),
     ];
     for (case, change, want) in cases {
         let said = refused(&with(&of_family(case), &change));

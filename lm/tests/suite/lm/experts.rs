@@ -152,7 +152,10 @@ fn as_in_memory(config: &Config) -> HashMap<String, Tensor> {
                 assert!(name.starts_with(layer));
                 tensors.insert(name, weight(&stored, &shape));
             }
-            _ => drop(tensors.insert(name.clone(), weight(&name, &shape))),
+            _ => {
+                let stored = config.stored_name(&name);
+                tensors.insert(stored.clone(), weight(&stored, &shape));
+            }
         }
     }
     tensors

@@ -87,6 +87,10 @@ fn exported_files_compute_what_their_folders_compute() {
         "stablelm with one norm",
         "qwen2 moe",
         "olmoe",
+        "lfm2 moe",
+        "granite moe",
+        "granite moe with a shared network",
+        "starcoder2",
     ];
     let mut done = Vec::new();
     for mut model in models {

@@ -15,6 +15,7 @@ use candle_lm::generate::{Task, generate};
 use candle_lm::model::Decoder;
 use candle_lm::sample::Sampling;
 use candle_shard::nn::MeshVarBuilder;
+use candle_shard::strict;
 use serde::Deserialize;
 use serde_json::Value;
 use test_utils::on_ranks;
@@ -88,7 +89,7 @@ pub(crate) fn assert_logits(path: &Path, prompt: &[u32], want: &[Vec<f32>; 2], c
     for ranks in 1..=3 {
         let (path, prompt, want, what) = (path.to_owned(), prompt.to_vec(), want.clone(), case.to_owned());
         on_ranks(ranks, case, move |ctx| -> anyhow::Result<()> {
-            let rows = logits(ctx, &path, &prompt, false)?;
+            let rows = strict(|| logits(ctx, &path, &prompt, false))?;
             for (got, want) in [&rows[0], &rows[prompt.len() - 1]].into_iter().zip(&want) {
                 for (got, want) in got.iter().zip(want) {
                     assert!(
@@ -116,7 +117,7 @@ pub(crate) fn greedy(path: &Path, prompt: &[u32], most: usize, [ranks, stages]: 
         held: ModelOptions::of(DType::F32),
     };
     let written = on_ranks(ranks, "greedy", move |ctx| -> anyhow::Result<Vec<u32>> {
-        Ok(generate(ctx, stages, &files, &task, |_| Ok(true))?.tokens)
+        Ok(strict(|| generate(ctx, stages, &files, &task, |_| Ok(true)))?.tokens)
     });
     written.into_iter().next().unwrap()
 }

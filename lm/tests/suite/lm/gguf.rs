@@ -86,7 +86,7 @@ fn named(name: &str, has_four: bool, kind: &str) -> String {
         return format!("blk.{layer}.ssm_{gguf}");
     }
     let gguf = match inner {
-        "model.norm" if kind == "lfm2" => "token_embd_norm",
+        "model.norm" if kind.starts_with("lfm2") => "token_embd_norm",
         "pre_feedforward_layernorm" => "ffn_norm",
         "norm" => "attn_norm",
         "mlp.router" if parameter == "bias" && !is_logit_bias => "exp_probs_b",
@@ -146,6 +146,14 @@ fn converted(config: &Config) -> HashMap<String, Tensor> {
             tensors.insert(name.unwrap_or_else(|| format!("{part}.weight")), rows);
         }
     }
+    // Files have the gate and the up of a network for all tokens apart.
+    for (name, parts) in config.fused().into_iter().filter(|(name, _)| name.contains("shared_experts")) {
+        let (whole, mut first) = (tensors.remove(&config.stored_name(&name)).unwrap(), 0);
+        for (part, rows) in parts {
+            tensors.insert(part, whole.narrow(0, first, rows).unwrap());
+            first += rows;
+        }
+    }
     for (name, _) in config.tensors() {
         if let Some(parts) = config.unstacked(&name) {
             let parts: Vec<Tensor> = parts.iter().map(|part| tensors.remove(part).unwrap()).collect();
@@ -187,6 +195,8 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         "glm4_moe" => "glm4moe",
         "minimax_m2" => "minimax-m2",
         "gpt_oss" => "gpt-oss",
+        "granitemoeshared" => "granitemoe",
+        "lfm2_moe" => "lfm2moe",
         "olmo3" => "olmo2",
         "hunyuan_v1_dense" => "hunyuan-dense",
         "glm" => "chatglm",
@@ -198,7 +208,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
     };
     let (is_gemma, is_permuted) = (
         ["gemma2", "gemma3"].contains(&kind),
-        ["llama", "smollm3", "granite", "granitehybrid", "mistral3", "arcee"].contains(&kind),
+        ["llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee"].contains(&kind),
     );
     let heads = config.heads();
     let mut tensors: HashMap<String, QTensor> = HashMap::new();
@@ -242,7 +252,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         ("attention.key_length", Stored::U32(heads.dim as u32)),
         ("attention.value_length", Stored::U32(heads.dim as u32)),
         (
-            if ["command-r", "cohere2", "nemotron", "stablelm"].contains(&kind) {
+            if ["command-r", "cohere2", "nemotron", "stablelm", "starcoder2"].contains(&kind) {
                 "attention.layer_norm_epsilon"
             } else {
                 "attention.layer_norm_rms_epsilon"
@@ -263,7 +273,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
             metadata.push(("expert_gating_func", Stored::U32(2)));
             metadata.push(("expert_feed_forward_length", Stored::U32(experts.hidden as u32)));
         }
-        if kind == "deepseek2" {
+        if ["deepseek2", "mistral4"].contains(&kind) {
             let is_sigmoid = experts.scores == Scores::Sigmoid;
             // Files of DeepSeek 2 did not say it.
             metadata.extend(is_sigmoid.then_some(("expert_gating_func", Stored::U32(2))));
@@ -295,6 +305,14 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
             metadata.push(("expert_group_count", size("n_group")));
             metadata.push(("expert_group_used_count", size("topk_group")));
         }
+        if kind == "lfm2moe" {
+            metadata.push(("expert_gating_func", Stored::U32(2)));
+            metadata.push(("expert_feed_forward_length", Stored::U32(experts.hidden as u32)));
+            metadata.push(("leading_dense_block_count", size("num_dense_layers")));
+        }
+        if experts.shared > 0 && kind == "granitemoe" {
+            metadata.push(("expert_shared_feed_forward_length", Stored::U32(experts.shared as u32)));
+        }
         if kind == "gpt-oss" {
             metadata.push(("expert_feed_forward_length", Stored::U32(experts.hidden as u32)));
         }
@@ -308,9 +326,10 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
             metadata.extend((!experts.normalize).then_some(("expert_weights_norm", Stored::Bool(false))));
         }
     }
-    if kind == "lfm2" {
+    if kind.starts_with("lfm2") {
         metadata.push(("shortconv.l_cache", size("conv_L_cache")));
-        let heads = |kind: &Value| Stored::I32(if kind == "conv" { 0 } else { 2 });
+        let of_keys = heads.key_value as i32;
+        let heads = |kind: &Value| Stored::I32(if kind == "conv" { 0 } else { of_keys });
         let heads = fields["layer_types"].as_array().unwrap().iter().map(heads).collect();
         metadata.retain(|(key, _)| *key != "attention.head_count_kv");
         metadata.push(("attention.head_count_kv", Stored::Array(heads)));
@@ -344,6 +363,9 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         metadata.push(("rope.scaling.original_context_length", Stored::U32(1 << 18)));
     }
     metadata.extend(fields["logit_scale"].as_f64().map(|scale| ("logit_scale", Stored::F32(scale as f32))));
+    if kind == "mistral4" && config.parts.temperature.is_some() {
+        metadata.push(("attention.temperature_scale", Stored::F32(0.5)));
+    }
     if kind == "mistral3" {
         metadata.push(("rope.scaling.yarn_log_multiplier", Stored::F32(1.0)));
         metadata.push(("attention.temperature_scale", Stored::F32(0.5)));
@@ -353,7 +375,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         metadata.push(("rope.scaling.yarn_attn_factor", Stored::F32(0.1 * 4f32.ln() + 1.0)));
     }
     states(kind, &config, &mut metadata);
-    if ["granite", "granitehybrid"].contains(&kind) {
+    if kind.starts_with("granite") {
         let names = [
             ("attention.scale", "attention_multiplier"),
             ("embedding_scale", "embedding_multiplier"),
@@ -540,6 +562,7 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         "ernie with biases",
         // Positions of halves, and a factor of cosines.
         "deepseek v3 with scaled scores",
+        "mistral4 without latents of queries",
         // Files of these are not read.
         "qwen3.5",
         "qwen3.5 with as many values",
@@ -549,6 +572,9 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         "helium",
         // A pattern of windows that llama.cpp does not have.
         "gpt oss without biases",
+        // Weights that are not normalized, and windows that files do not say.
+        "lfm2 moe with raw weights",
+        "starcoder2 with windows",
     ];
     let fits = |config: &mut Value| {
         config["intermediate_size"] = json!(64);
@@ -557,6 +583,13 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         }
         if let Some(hidden) = config.get_mut("moe_intermediate_size") {
             *hidden = json!(64);
+        }
+        if config["model_type"] == "mistral4" {
+            config["rope_parameters"].as_object_mut().unwrap().remove("partial_rotary_factor");
+        }
+        if config["model_type"] == "lfm2_moe" {
+            // Convolutions multiply what blocks round off, and a router would choose other experts.
+            config["num_experts_per_tok"] = config["num_experts"].clone();
         }
         if config.get("swiglu_limit").is_some() {
             // What llama.cpp computes.

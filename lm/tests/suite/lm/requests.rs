@@ -40,7 +40,8 @@ impl Drop for StoppedByPanic {
     }
 }
 
-/// Serves what a client of rank 0 asks for, until it returns. Returns what rank 0 did, and the client's result.
+/// Serves what a client of rank 0 asks for, until it returns. Returns what rank 0 did, and the client's
+/// result.
 fn served<R: Send>(
     ctx: &RankContext,
     stages: usize,
@@ -150,7 +151,8 @@ impl Case {
         Self { name: name.to_owned(), files, requests, alone, reuses }
     }
 
-    /// Sends random requests, some of which leave, and returns how many were sent, left, and were answered with other tokens than alone.
+    /// Sends random requests, some of which leave, and returns how many were sent, left, and were answered
+    /// with other tokens than alone.
     fn client(&self, queue: &RequestQueue, seed: u64, count: usize) -> [usize; 3] {
         let mut dice = Dice::new(seed);
         let at_once = 1 + dice.below(16);
@@ -224,7 +226,7 @@ fn random(folder: &Path, config: &Config) -> Files {
     Files::open(folder).unwrap()
 }
 
-/// Names, whether ranks of tokens and stages are there, and ranks × experts.
+/// Models with all tokens in their caches, windows, latents, states and experts.
 fn cases() -> Vec<Case> {
     let folder = tempfile::tempdir().unwrap();
     let longrope = RopeScaling::Longrope {
@@ -246,9 +248,9 @@ fn cases() -> Vec<Case> {
         Case::new("longrope", random(&at("longrope"), &with(longrope, 64)), 2, true),
         Case::new("dynamic", random(&at("dynamic"), &with(dynamic, 20)), 3, true),
     ];
-    let families =
-        [("mistral", false), ("gemma2", false), ("deepseek v3", true), ("lfm2", false), ("qwen3.5", false)];
-    for (seed, (name, reuses)) in (4..).zip(families.into_iter().chain([("mixtral", true)])) {
+    let families = ["mistral", "gemma2", "deepseek v3", "lfm2", "qwen3.5", "granite hybrid", "mixtral"];
+    for (seed, name) in (4..).zip(families) {
+        let reuses = ["deepseek v3", "mixtral"].contains(&name);
         std::fs::create_dir_all(at(name)).unwrap();
         made.push(Case::new(name, family(&at(name), name), seed, reuses));
     }
@@ -265,11 +267,8 @@ fn random_requests_get_what_they_get_alone_on_every_mesh() {
         // Ranks, stages, and ranks of tokens and of experts.
         let meshes = [[1, 1, 1, 1], [2, 1, 1, 1], [3, 1, 1, 1], [2, 2, 1, 1], [2, 1, 2, 1], [2, 1, 1, 2]];
         for (seed, [ranks, stages, cp, ep]) in (0..).zip(meshes) {
-            let is_there = match case.name.as_str() {
-                "lfm2" | "qwen3.5" => cp == 1 && ep == 1,
-                name => ep == 1 || name == "mixtral",
-            };
-            if !is_there {
+            let has_state = case.files.config.is_recurrent();
+            if (cp > 1 && has_state) || (ep > 1 && case.name != "mixtral") {
                 continue;
             }
             let ran = case.clone();

@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_lm::files::Files;
 use candle_lm::random_model;
 use candle_lm::train::trainer::{Trainer, train};
+use candle_shard::strict;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use test_utils::on_ranks;
@@ -98,7 +99,7 @@ fn agrees(place: &Place, fact: &Fact, batch: &[Vec<u32>], mesh: &str) {
     assert_eq!(drawn.to_vec2::<u32>().unwrap(), batch);
     let ranks = on_ranks(job.pipeline.world(), &what, move |ctx| -> anyhow::Result<_> {
         let trainer = Trainer::new(ctx, &job)?;
-        let (loss, grads) = trainer.gradients(0)?;
+        let (loss, grads) = strict(|| trainer.gradients(0))?;
         let mut made = Vec::new();
         for parameter in trainer.parameters().iter().filter(|parameter| !parameter.is_frozen()) {
             let (name, grad) = (&parameter.name, parameter.grad(&grads)?);
@@ -279,7 +280,9 @@ fn mixtures_learn_the_balance_of_transformers_on_every_mesh() {
                 "--pp 2 --tp 1 --microbatches 2 --recompute",
             ],
         };
-        meshes.iter().for_each(|mesh| agrees(&place, fact, &facts.batch, mesh));
+        let is_recurrent = is_recurrent(&place);
+        let fits = |mesh: &&&str| !is_recurrent || !mesh.contains("--cp");
+        meshes.iter().filter(fits).for_each(|mesh| agrees(&place, fact, &facts.batch, mesh));
     }
 }
 

@@ -37,11 +37,15 @@ fn recipe(dice: &mut Dice) -> String {
     )
 }
 
-/// A mesh of at most eight ranks, and how its ranks work. Replicas that train `apart` are two.
-fn mesh(dice: &mut Dice, place: &Place, batch: usize, apart: bool) -> String {
+/// A mesh of at most eight ranks that a recipe fits, and how its ranks work.
+fn mesh(dice: &mut Dice, place: &Place, recipe: &str) -> String {
+    let batch: usize =
+        recipe.split("--batch ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap();
+    let (apart, dora) = (recipe.contains("--local-steps"), recipe.contains("dora"));
     loop {
-        let (tp, pp, dp) = (dice.pick(&[1, 1, 2, 3]), dice.pick(&[1, 1, 2]), dice.pick(&[1, 1, 2]));
-        let dp = if apart { 2 } else { dp };
+        // Ranks that have a key head in common refuse magnitudes.
+        let tp = dice.pick(&[1, 1, 2, if dora { 2 } else { 3 }]);
+        let (pp, dp) = (dice.pick(&[1, 1, 2]), if apart { 2 } else { dice.pick(&[1, 1, 2]) });
         let cp = if is_recurrent(place) { 1 } else { dice.pick(&[1, 1, 2]) };
         let ep = if has_experts(place) { dice.pick(&[1, 2]) } else { 1 };
         let accumulate = dice.pick(&[1, 1, 2]);
@@ -90,9 +94,7 @@ fn run(seed: usize) {
     fs::write(place.path("records.jsonl"), records).unwrap();
     let apart = dice.once_in(6);
     let recipe = recipe(&mut dice) + if apart { " --local-steps 2 --fragments 2" } else { "" };
-    let batch =
-        recipe.split("--batch ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap();
-    let (first, second) = (mesh(&mut dice, &place, batch, apart), mesh(&mut dice, &place, batch, apart));
+    let [first, second] = [(); 2].map(|()| mesh(&mut dice, &place, &recipe));
     let what = format!("set-up {seed}: {case}, {recipe}");
     println!("{what} on {first}, then {second}");
     let want = place.losses(&format!("{recipe} --tp 1{}", if apart { " --dp 2" } else { "" }));

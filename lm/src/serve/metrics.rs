@@ -1,0 +1,300 @@
+//! Numbers for Prometheus, under the names of vLLM where they mean the same, and the log.
+
+use std::fmt::Write;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use candle_lm::serve::ServeStatus;
+use examples::cli;
+use parking_lot::Mutex;
+
+use super::choice::Choice;
+
+/// The bounds of the times of requests, in seconds.
+const SECONDS: &[f64] = &[
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
+];
+/// The bounds of the times between tokens, in seconds.
+const BETWEEN: &[f64] = &[
+    0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0,
+];
+
+/// How often a value was below each bound.
+#[derive(Clone, Debug)]
+struct Histogram {
+    bounds: &'static [f64],
+    counts: Vec<u64>,
+    count: u64,
+    sum: f64,
+}
+
+impl Histogram {
+    fn new(bounds: &'static [f64]) -> Self {
+        Self { bounds, counts: vec![0; bounds.len()], count: 0, sum: 0.0 }
+    }
+
+    fn observe(&mut self, time: Duration) {
+        let seconds = time.as_secs_f64();
+        for (count, bound) in self.counts.iter_mut().zip(self.bounds) {
+            *count += u64::from(seconds <= *bound);
+        }
+        self.count += 1;
+        self.sum += seconds;
+    }
+
+    fn write(&self, text: &mut String, name: &str, help: &str, label: &str) {
+        writeln!(text, "# HELP {name} {help}\n# TYPE {name} histogram").ok();
+        for (count, bound) in self.counts.iter().zip(self.bounds) {
+            writeln!(text, "{name}_bucket{{{label},le=\"{bound}\"}} {count}").ok();
+        }
+        let Self { count, sum, .. } = self;
+        writeln!(text, "{name}_bucket{{{label},le=\"+Inf\"}} {count}").ok();
+        writeln!(text, "{name}_sum{{{label}}} {sum}\n{name}_count{{{label}}} {count}").ok();
+    }
+}
+
+/// The ends of texts that are counted.
+const ENDS: [&str; 4] = ["stop", "length", "tool_calls", "abort"];
+
+#[derive(Debug)]
+struct Numbers {
+    prompt: u64,
+    written: u64,
+    ends: [u64; ENDS.len()],
+    /// Responses by the hundreds of their statuses.
+    responses: [u64; 6],
+    first: Histogram,
+    between: Histogram,
+    whole: Histogram,
+    queue: Histogram,
+    prefill: Histogram,
+    decode: Histogram,
+}
+
+/// The numbers of a server.
+#[derive(Clone, Debug)]
+pub(super) struct Metrics(Arc<Mutex<Numbers>>);
+
+impl Metrics {
+    pub(super) fn new() -> Self {
+        let seconds = || Histogram::new(SECONDS);
+        Self(Arc::new(Mutex::new(Numbers {
+            prompt: 0,
+            written: 0,
+            ends: [0; ENDS.len()],
+            responses: [0; 6],
+            first: seconds(),
+            between: Histogram::new(BETWEEN),
+            whole: seconds(),
+            queue: seconds(),
+            prefill: seconds(),
+            decode: seconds(),
+        })))
+    }
+
+    /// The text that Prometheus reads.
+    pub(super) fn text(&self, model: &str, status: &ServeStatus) -> String {
+        let escaped = model.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+        let label = format!("model_name=\"{escaped}\"");
+        let mut text = String::new();
+        let numbers = self.0.lock();
+        let usage = status.cached_tokens as f64 / (status.slots * status.room.unwrap_or(0)).max(1) as f64;
+        let gauges: [(&str, &str, f64); 5] = [
+            ("vllm:num_requests_running", "Requests that are being written.", status.running as f64),
+            ("vllm:num_requests_waiting", "Requests that wait for a slot.", status.waiting as f64),
+            ("vllm:kv_cache_usage_perc", "The share of the cache that has tokens, 1 for all of it.", usage),
+            ("lm:waiting_tokens", "Tokens of the prompts that wait.", status.waiting_tokens as f64),
+            ("lm:is_draining", "Whether new requests are refused.", u8::from(status.is_draining).into()),
+        ];
+        for (name, help, value) in gauges {
+            writeln!(text, "# HELP {name} {help}\n# TYPE {name} gauge\n{name}{{{label}}} {value}").ok();
+        }
+        let counters: [(&str, &str, u64); 5] = [
+            ("vllm:prompt_tokens_total", "Tokens of prompts that were read.", numbers.prompt),
+            ("vllm:generation_tokens_total", "Tokens that were written.", numbers.written),
+            (
+                "vllm:prefix_cache_queries_total",
+                "Tokens of prompts that were looked for in the cache.",
+                status.prompt_tokens,
+            ),
+            (
+                "vllm:prefix_cache_hits_total",
+                "Tokens of prompts that were in the cache.",
+                status.reused_tokens,
+            ),
+            ("lm:passes_total", "Passes of the model.", status.passes),
+        ];
+        for (name, help, value) in counters {
+            writeln!(text, "# HELP {name} {help}\n# TYPE {name} counter\n{name}{{{label}}} {value}").ok();
+        }
+        writeln!(text, "# HELP vllm:request_success_total Texts by their ends.\n# TYPE vllm:request_success_total counter").ok();
+        for (end, count) in ENDS.iter().zip(numbers.ends) {
+            writeln!(text, "vllm:request_success_total{{{label},finished_reason=\"{end}\"}} {count}").ok();
+        }
+        writeln!(text, "# HELP lm:responses_total Responses by status.\n# TYPE lm:responses_total counter")
+            .ok();
+        for (hundreds, count) in numbers.responses.iter().enumerate().skip(1) {
+            writeln!(text, "lm:responses_total{{{label},status=\"{hundreds}xx\"}} {count}").ok();
+        }
+        let histograms = [
+            (
+                &numbers.first,
+                "vllm:time_to_first_token_seconds",
+                "From a request's arrival to its first token.",
+            ),
+            (&numbers.between, "vllm:inter_token_latency_seconds", "Between two tokens of a text."),
+            (&numbers.whole, "vllm:e2e_request_latency_seconds", "From a request's arrival to its end."),
+            (&numbers.queue, "vllm:request_queue_time_seconds", "From a request's arrival to its slot."),
+            (&numbers.prefill, "vllm:request_prefill_time_seconds", "From a slot to the first token."),
+            (&numbers.decode, "vllm:request_decode_time_seconds", "From the first token to the last."),
+        ];
+        for (histogram, name, help) in histograms {
+            histogram.write(&mut text, name, help, &label);
+        }
+        text
+    }
+}
+
+/// What is known of one request, for its line in the log.
+pub(super) struct RequestRecord {
+    metrics: Metrics,
+    logs: bool,
+    pub(super) id: String,
+    route: &'static str,
+    client: String,
+    arrival: Instant,
+    prompt_tokens: usize,
+    /// When the first and the last token of each choice came, and of the last its end.
+    first: Option<Instant>,
+    last: Vec<Option<Instant>>,
+    written: usize,
+    queue: Option<Duration>,
+    ends: Vec<&'static str>,
+    is_finished: bool,
+}
+
+impl RequestRecord {
+    pub(super) fn new(
+        metrics: Metrics,
+        logs: bool,
+        id: String,
+        route: &'static str,
+        client: Option<&str>,
+    ) -> Self {
+        Self {
+            metrics,
+            logs,
+            id,
+            route,
+            client: client.unwrap_or("-").to_owned(),
+            arrival: Instant::now(),
+            prompt_tokens: 0,
+            first: None,
+            last: Vec::new(),
+            written: 0,
+            queue: None,
+            ends: Vec::new(),
+            is_finished: false,
+        }
+    }
+
+    /// When the request arrived.
+    pub(super) fn arrival(&self) -> Instant {
+        self.arrival
+    }
+
+    /// Begins with texts of so many tokens of prompts.
+    pub(super) fn begin(&mut self, prompt_tokens: usize) {
+        self.prompt_tokens = prompt_tokens;
+    }
+
+    /// Counts what has happened to a choice since.
+    pub(super) fn note(&mut self, choice: &mut Choice) {
+        let mut numbers = self.metrics.0.lock();
+        if let Some(admitted) = choice.counts.admitted.take() {
+            let queue = admitted.saturating_duration_since(self.arrival);
+            self.queue.get_or_insert(queue);
+            numbers.queue.observe(queue);
+        }
+        let place = choice.place();
+        self.last.resize(self.last.len().max(place + 1), None);
+        for at in choice.counts.times.drain(..) {
+            self.written += 1;
+            numbers.written += 1;
+            match self.last[place].replace(at) {
+                None => {
+                    let first = at.saturating_duration_since(self.arrival);
+                    numbers.first.observe(first);
+                    numbers.prefill.observe(first.saturating_sub(self.queue.unwrap_or_default()));
+                    self.first.get_or_insert(at);
+                }
+                Some(before) => numbers.between.observe(at.saturating_duration_since(before)),
+            }
+        }
+    }
+
+    /// Ends with an answer of this status.
+    pub(super) fn finish(&mut self, choices: &mut [Choice], status: u16) {
+        for choice in &mut *choices {
+            self.note(choice);
+        }
+        self.ends = choices.iter().filter_map(|choice| choice.counts.end).collect();
+        self.end(status);
+    }
+
+    /// Ends with an answer of this status, without texts.
+    pub(super) fn end(&mut self, status: u16) {
+        if std::mem::replace(&mut self.is_finished, true) {
+            return;
+        }
+        let whole = self.arrival.elapsed();
+        let mut numbers = self.metrics.0.lock();
+        if let Some(count) = numbers.responses.get_mut(usize::from(status / 100)) {
+            *count += 1;
+        }
+        let is_aborted = self.ends.is_empty() && (self.written > 0 || status == 499);
+        for end in self.ends.iter().copied().chain(is_aborted.then_some("abort")) {
+            if let Some(at) = ENDS.iter().position(|known| *known == end) {
+                numbers.ends[at] += 1;
+            }
+        }
+        if self.prompt_tokens > 0 && self.queue.is_some() {
+            numbers.prompt += self.prompt_tokens as u64;
+            numbers.whole.observe(whole);
+        }
+        if let (Some(first), Some(last)) = (self.first, self.last.iter().flatten().max()) {
+            numbers.decode.observe(last.saturating_duration_since(first));
+        }
+        drop(numbers);
+        if self.logs {
+            self.log(status, whole);
+        }
+    }
+
+    fn log(&self, status: u16, whole: Duration) {
+        let Self { id, route, client, prompt_tokens, written, .. } = self;
+        let ms =
+            |time: Option<Duration>| time.map_or_else(|| "-".into(), |time| time.as_millis().to_string());
+        let first = self.first.map(|first| first.saturating_duration_since(self.arrival));
+        let end = if self.ends.is_empty() { "-".to_owned() } else { self.ends.join(",") };
+        cli::tell(
+            "request",
+            format_args!(
+                "{id} {route} status={status} key={client} prompt={prompt_tokens} written={written} queue_ms={} \
+                 first_ms={} total_ms={} end={end}",
+                ms(self.queue),
+                ms(first),
+                whole.as_millis()
+            ),
+        );
+    }
+}
+
+impl Drop for RequestRecord {
+    /// Nobody has read the answer to its end.
+    fn drop(&mut self) {
+        self.end(499);
+    }
+}

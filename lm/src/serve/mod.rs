@@ -1,0 +1,28 @@
+#![doc = include_str!("README.md")]
+
+mod access;
+mod answer;
+mod api_error;
+pub mod args;
+mod calls;
+mod chat;
+mod choice;
+mod completion;
+mod connection;
+mod events;
+mod fields;
+mod front;
+mod grammar;
+mod metrics;
+mod model;
+mod parameters;
+mod prep;
+pub mod program;
+mod reply;
+mod routes;
+mod vocabulary;
+
+pub use access::{Access, ApiKeys};
+pub use front::{Front, FrontOptions};
+pub use model::ServedModel;
+pub use parameters::ServeLimits;

@@ -1,0 +1,90 @@
+//! The model as requests see it: its name, tokens and template.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::Result;
+use candle_lm::chat::ChatTemplate;
+use candle_lm::files::Files;
+use tokenizers::Tokenizer;
+
+use super::calls::CallFormat;
+use super::grammar::Grammars;
+use super::vocabulary::{self, TokenText};
+
+/// The model as requests see it. It has no weights: those are the ranks'.
+pub struct ServedModel {
+    /// The name that clients ask for.
+    pub name: String,
+    /// When it was opened, in seconds since 1970.
+    pub(super) created: u64,
+    pub(super) tokenizer: Tokenizer,
+    pub(super) template: Option<ChatTemplate>,
+    /// How many tokens the model's logits have.
+    pub(super) vocab_size: usize,
+    /// What each token of the tokenizer writes.
+    pub(super) texts: Vec<TokenText>,
+    /// The bytes of the longest token.
+    pub(super) longest_token: usize,
+    /// How the model calls functions, if its template says so.
+    pub(super) calls: Option<CallFormat>,
+    /// Special tokens that mean something in a reply, with their letters, which a tokenizer leaves out of texts.
+    pub(super) markers: BTreeMap<u32, String>,
+    pub(super) grammars: Grammars,
+}
+
+/// What a reply may have of special tokens that say how it is to be read.
+const MARKERS: [&str; 8] = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<|python_tag|>",
+];
+
+impl ServedModel {
+    /// The model of these files. What ends a turn of its template ends texts too, from now on.
+    ///
+    /// # Errors
+    /// If the tokenizer or the template cannot be read. A model without a template writes texts alone.
+    pub fn new(name: &str, files: &mut Files) -> Result<Self> {
+        let tokenizer = files.tokenizer()?;
+        let template = files.find_chat_template()?;
+        files.ends.extend(template.as_ref().and_then(|template| template.end_of_turn(&tokenizer)));
+        Ok(Self::of_parts(name, tokenizer, template, files.config.vocab_size, &files.ends))
+    }
+
+    /// A model of `vocab_size` logits with this tokenizer, whose texts end with one of `ends`.
+    pub fn of_parts(
+        name: &str,
+        tokenizer: Tokenizer,
+        template: Option<ChatTemplate>,
+        vocab_size: usize,
+        ends: &BTreeSet<u32>,
+    ) -> Self {
+        let texts = vocabulary::texts(&tokenizer);
+        let added = tokenizer.get_added_tokens_decoder();
+        let markers =
+            added.into_iter().filter(|(_, token)| token.special && MARKERS.contains(&&*token.content));
+        Self {
+            name: name.to_owned(),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            longest_token: texts.iter().map(|token| token.bytes.len()).max().unwrap_or(1).max(1),
+            calls: template.as_ref().and_then(CallFormat::of),
+            markers: markers.map(|(id, token)| (id, token.content)).collect(),
+            grammars: Grammars::new(&texts, vocab_size, ends),
+            tokenizer,
+            template,
+            vocab_size,
+            texts,
+        }
+    }
+
+    /// The bytes that a token writes.
+    pub(super) fn bytes(&self, token: u32) -> &[u8] {
+        self.texts.get(token as usize).map_or(&[], |token| &token.bytes)
+    }
+}

@@ -1,0 +1,455 @@
+//! What each path answers.
+
+use std::future::poll_fn;
+use std::io;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use axum::body::{Body, Bytes, to_bytes};
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::routing::{get, post};
+use axum::{Extension, Router};
+use candle_lm::serve::{RequestError, RequestQueue, ServeStatus};
+use candle_lm::tokens;
+use serde_json::{Value, json};
+use tokio::time::{sleep, timeout};
+
+use super::access::Client;
+use super::answer::{self, AnswerFrame, AnswerPlan, TextParts};
+use super::api_error::{ApiError, ApiResult};
+use super::choice::{Choice, ChoiceStep};
+use super::events::EventBody;
+use super::fields::{self, Fields, wrong};
+use super::front::FrontOptions;
+use super::metrics::{Metrics, RequestRecord};
+use super::model::ServedModel;
+use super::parameters::check_model;
+use super::prep::{PrepThread, RequestContext};
+use super::{chat, completion};
+
+/// The time that a body has to arrive.
+const BODY_TIME: Duration = Duration::from_secs(60);
+/// A stream begins without its first token after so long, so that what is between it and the client knows that it lives.
+const FIRST: Duration = Duration::from_secs(10);
+/// A pass that takes longer than this is none.
+const LONGEST_PASS: Duration = Duration::from_secs(300);
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// What all requests share.
+pub(super) struct FrontState {
+    model: &'static ServedModel,
+    queue: RequestQueue,
+    options: FrontOptions,
+    metrics: Metrics,
+    prep: PrepThread,
+}
+
+impl FrontState {
+    pub(super) fn new(
+        model: &'static ServedModel,
+        queue: RequestQueue,
+        options: FrontOptions,
+        bodies: usize,
+    ) -> io::Result<Self> {
+        Ok(Self { model, queue, options, metrics: Metrics::new(), prep: PrepThread::start(bodies)? })
+    }
+
+    /// The state of the engine, if it takes requests.
+    fn open(&self) -> ApiResult<(ServeStatus, usize)> {
+        let status = self.queue.status();
+        if let Some(cause) = &status.failure {
+            return Err(ApiError::failed(cause));
+        }
+        if status.is_draining {
+            return Err(ApiError::unavailable("The server is about to end and takes no more requests."));
+        }
+        let room = status.room.ok_or_else(|| ApiError::unavailable("Loading model"))?;
+        Ok((status, room))
+    }
+}
+
+type Shared = State<Arc<FrontState>>;
+
+/// Who sent a request, and its name.
+#[derive(Clone, Debug)]
+struct RequestHead {
+    id: String,
+    client: Client,
+}
+
+/// The paths.
+pub(super) fn router(state: Arc<FrontState>) -> Router {
+    let missing = |request: Request| async move { ApiError::no_route(request.uri().path()).response() };
+    let wrong_method = || async { ApiError::wrong_method().response() };
+    Router::new()
+        .route("/", get(page))
+        .route("/openapi.json", get(openapi))
+        .route("/health", get(health))
+        .route("/ready", get(ready))
+        .route("/metrics", get(metrics))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*id}", get(model))
+        .route("/v1/chat/completions", post(chat_completions))
+        .route("/v1/completions", post(completions))
+        .route("/v1/embeddings", post(embeddings))
+        .route("/tokenize", post(tokenize))
+        .route("/detokenize", post(detokenize))
+        .fallback(missing)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn_with_state(state.clone(), guard))
+        .with_state(state)
+}
+
+/// What those without a key may see: that the server lives, and what it could do for them.
+const OPEN: [&str; 4] = ["/", "/health", "/ready", "/openapi.json"];
+
+/// Refuses strangers, and names each request.
+async fn guard(State(state): Shared, mut request: Request, next: Next) -> Response<Body> {
+    let given = request.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
+    let given = given
+        .filter(|id| !id.is_empty() && id.len() <= 128 && id.bytes().all(|byte| byte.is_ascii_graphic()));
+    let id = given.map_or_else(|| answer::fresh_id("req"), str::to_owned);
+    let access = &state.options.access;
+    let is_open = OPEN.contains(&request.uri().path());
+    let client = access.check_host(request.headers()).and_then(|()| match is_open {
+        true => Ok(Client::default()),
+        false => access.client(request.headers()),
+    });
+    let mut response = match client {
+        Ok(client) => {
+            request.extensions_mut().insert(RequestHead { id: id.clone(), client });
+            next.run(request).await
+        }
+        Err(error) => error.response(),
+    };
+    if let Ok(id) = HeaderValue::from_str(&id) {
+        response.headers_mut().insert(REQUEST_ID, id);
+    }
+    if response.status() == StatusCode::PAYLOAD_TOO_LARGE || response.status() == StatusCode::REQUEST_TIMEOUT
+    {
+        // The rest of the body is not read.
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+    response
+}
+
+fn of_type(kind: &'static str, body: impl Into<Body>) -> Response<Body> {
+    let mut response = Response::new(body.into());
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
+    response
+}
+
+async fn page() -> Response<Body> {
+    let mut response = of_type("text/html; charset=utf-8", include_str!("page.html"));
+    let policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'";
+    response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(policy));
+    response
+}
+
+async fn openapi() -> Response<Body> {
+    of_type("application/json", include_str!("openapi.json"))
+}
+
+/// Whether the process lives and its model goes on.
+async fn health(State(state): Shared) -> Response<Body> {
+    let status = state.queue.status();
+    let is_stuck = status.running > 0 && status.since_pass.is_some_and(|since| since > LONGEST_PASS);
+    match &status.failure {
+        Some(cause) => ApiError::failed(cause).response(),
+        None if is_stuck => ApiError::unavailable("No pass of the model has ended for minutes.").response(),
+        None => answer::json(StatusCode::OK, &json!({"status": "ok"})),
+    }
+}
+
+/// Whether requests are taken.
+async fn ready(State(state): Shared) -> Response<Body> {
+    match state.open() {
+        Ok(_) => answer::json(StatusCode::OK, &json!({"status": "ok"})),
+        Err(error) => error.response(),
+    }
+}
+
+async fn metrics(State(state): Shared) -> Response<Body> {
+    let text = state.metrics.text(&state.model.name, &state.queue.status());
+    of_type("text/plain; version=0.0.4; charset=utf-8", text)
+}
+
+fn model_object(state: &FrontState) -> Value {
+    let ServedModel { name, created, .. } = state.model;
+    json!({"id": name, "object": "model", "created": created, "owned_by": "candle-lm", "max_model_len": state.queue.status().room})
+}
+
+async fn models(State(state): Shared) -> Response<Body> {
+    answer::json(StatusCode::OK, &json!({"object": "list", "data": [model_object(&state)]}))
+}
+
+async fn model(State(state): Shared, Path(id): Path<String>) -> Response<Body> {
+    match id == state.model.name {
+        true => answer::json(StatusCode::OK, &model_object(&state)),
+        false => ApiError::no_model(&id, &state.model.name).response(),
+    }
+}
+
+/// The body of a request, which is said to be JSON.
+async fn body(state: &FrontState, headers: &HeaderMap, body: Body) -> ApiResult<Bytes> {
+    let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
+    let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    if kind != "application/json" && !(kind.starts_with("application/") && kind.ends_with("+json")) {
+        return Err(ApiError::not_json());
+    }
+    let most = state.options.limits.body;
+    let declared =
+        headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
+    if declared.is_some_and(|declared| declared > most as u64) {
+        return Err(ApiError::too_large(most));
+    }
+    match timeout(BODY_TIME, to_bytes(body, most)).await {
+        Ok(Ok(bytes)) => Ok(bytes),
+        Ok(Err(error)) if is_limit(&error) => Err(ApiError::too_large(most)),
+        Ok(Err(_)) | Err(_) => Err(ApiError::slow_body()),
+    }
+}
+
+/// Whether a body was longer than the limit.
+fn is_limit(error: &axum::Error) -> bool {
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        if error.to_string().contains("length limit") {
+            return true;
+        }
+        cause = error.source();
+    }
+    error.to_string().contains("length limit")
+}
+
+/// Reads a body on the thread for it.
+async fn read<T: Send + 'static>(
+    state: &Arc<FrontState>,
+    head: &RequestHead,
+    record: &RequestRecord,
+    request: Request,
+    f: impl FnOnce(Fields, &RequestContext<'_>) -> ApiResult<T> + Send + 'static,
+) -> ApiResult<T> {
+    let (_, room) = state.open()?;
+    let (parts, sent) = request.into_parts();
+    let body = body(state, &parts.headers, sent).await?;
+    let (shared, client, arrival) = (state.clone(), head.client.clone(), record.arrival());
+    let run = move || {
+        let limits = &shared.options.limits;
+        let context = RequestContext { model: shared.model, limits, client: &client, arrival, room };
+        f(Fields::parse(&body)?, &context)
+    };
+    state.prep.run(run).await
+}
+
+fn record(state: &FrontState, head: &RequestHead, route: &'static str) -> RequestRecord {
+    RequestRecord::new(
+        state.metrics.clone(),
+        state.options.logs,
+        head.id.clone(),
+        route,
+        head.client.name.as_deref(),
+    )
+}
+
+async fn chat_completions(
+    State(state): Shared,
+    Extension(head): Extension<RequestHead>,
+    request: Request,
+) -> Response<Body> {
+    let record = record(&state, &head, "/v1/chat/completions");
+    write(state, head, record, request, chat::plan).await
+}
+
+async fn completions(
+    State(state): Shared,
+    Extension(head): Extension<RequestHead>,
+    request: Request,
+) -> Response<Body> {
+    let record = record(&state, &head, "/v1/completions");
+    write(state, head, record, request, completion::plan).await
+}
+
+/// Answers with texts.
+async fn write(
+    state: Arc<FrontState>,
+    head: RequestHead,
+    mut record: RequestRecord,
+    request: Request,
+    plan: fn(Fields, &RequestContext<'_>) -> ApiResult<AnswerPlan>,
+) -> Response<Body> {
+    let planned = read(&state, &head, &record, request, plan).await;
+    let answered = match planned {
+        Ok(plan) => texts(&state, &mut record, plan).await,
+        Err(error) => Err(error),
+    };
+    match answered {
+        Ok(Texts::Whole(answer)) => {
+            record.end(200);
+            answer::json(StatusCode::OK, &answer)
+        }
+        Ok(Texts::Stream(begin)) => begin(record).response(),
+        Err(error) => {
+            record.end(error.status.as_u16());
+            error.response()
+        }
+    }
+}
+
+/// An answer with texts, or what makes one of the record of its request.
+enum Texts {
+    Whole(Value),
+    Stream(Box<dyn FnOnce(RequestRecord) -> EventBody + Send>),
+}
+
+async fn texts(state: &FrontState, record: &mut RequestRecord, plan: AnswerPlan) -> ApiResult<Texts> {
+    let model = state.model;
+    let AnswerPlan { kind, choices: plans, prompt_tokens, streams, includes_usage, param } = plan;
+    let tells_tokens = plans.first().is_some_and(|plan| plan.request.logprobs.is_some());
+    record.begin(prompt_tokens);
+    let mut choices = Vec::new();
+    for (index, plan) in plans.into_iter().enumerate() {
+        let (request, plan) = plan.split();
+        // Those before are cancelled if this one is refused.
+        let events = state.queue.submit(request).map_err(|error| ApiError::of_submit(error, param))?;
+        choices.push(Choice::new(index, model, events, plan));
+    }
+    let frame = AnswerFrame::new(kind, model, prompt_tokens);
+    if streams {
+        // What fails before its first token is no stream.
+        let first = tokio::select! {
+            first = any_step(&mut choices, record) => vec![first?],
+            () = sleep(FIRST) => Vec::new(),
+        };
+        let tells = (includes_usage, tells_tokens);
+        return Ok(Texts::Stream(Box::new(move |record| {
+            EventBody::new(frame, model, choices, first, tells, record)
+        })));
+    }
+    let mut parts: Vec<TextParts> = choices.iter().map(|_| TextParts::default()).collect();
+    while !choices.iter().all(Choice::is_over) {
+        let (index, step) = any_step(&mut choices, record).await?;
+        step.deltas.into_iter().for_each(|delta| parts[index].push(delta));
+        parts[index].tokens.extend(step.tokens);
+        parts[index].end = parts[index].end.or(step.end);
+    }
+    record.finish(&mut choices, 200);
+    let parts =
+        parts.into_iter().enumerate().map(|(index, parts)| parts.choice(index, kind, model, tells_tokens));
+    Ok(Texts::Whole(frame.whole(parts.collect(), &choices)))
+}
+
+/// The next step of any of the texts.
+async fn any_step(choices: &mut [Choice], record: &mut RequestRecord) -> ApiResult<(usize, ChoiceStep)> {
+    let step = poll_fn(|context| {
+        for (index, choice) in choices.iter_mut().enumerate() {
+            if let Poll::Ready(step) = choice.poll_step(context) {
+                return Poll::Ready(step.map(|step| (index, step)));
+            }
+        }
+        match choices.iter().all(Choice::is_over) {
+            true => Poll::Ready(Err(RequestError::Stopped)),
+            false => Poll::Pending,
+        }
+    });
+    let (index, step) = step.await.map_err(|error| ApiError::of_request(&error))?;
+    record.note(&mut choices[index]);
+    Ok((index, step))
+}
+
+async fn embeddings(
+    State(state): Shared,
+    Extension(head): Extension<RequestHead>,
+    request: Request,
+) -> Response<Body> {
+    let mut record = record(&state, &head, "/v1/embeddings");
+    let refused = read(&state, &head, &record, request, |fields, context| {
+        check_model(&fields, context.model)?;
+        let why = format!(
+            "The model {:?} writes text and has no embeddings: ask a server of an encoder.",
+            context.model.name
+        );
+        Err::<(), _>(ApiError::invalid("model", why))
+    });
+    let error = refused.await.err().unwrap_or_else(|| ApiError::internal("There are no embeddings."));
+    record.end(error.status.as_u16());
+    error.response()
+}
+
+/// Answers with a value that is read from a body.
+async fn value(
+    (state, head, request): (Arc<FrontState>, RequestHead, Request),
+    route: &'static str,
+    f: fn(Fields, &RequestContext<'_>) -> ApiResult<Value>,
+) -> Response<Body> {
+    let mut record = record(&state, &head, route);
+    let (status, response) = match read(&state, &head, &record, request, f).await {
+        Ok(value) => (StatusCode::OK, answer::json(StatusCode::OK, &value)),
+        Err(error) => (error.status, error.response()),
+    };
+    record.end(status.as_u16());
+    response
+}
+
+async fn tokenize(
+    State(state): Shared,
+    Extension(head): Extension<RequestHead>,
+    request: Request,
+) -> Response<Body> {
+    value((state, head, request), "/tokenize", |fields, context| {
+        let model = context.model;
+        check_model(&fields, model)?;
+        let (content, prompt) = (fields.text("content")?, fields.text("prompt")?);
+        let adds = fields.flag("add_special")?.or(fields.flag("add_special_tokens")?);
+        let tokens = match content.or(prompt) {
+            None if fields.get("messages").is_some() => chat::tokens_of(fields, context)?,
+            None => {
+                return Err(ApiError::invalid(
+                    "content",
+                    "There is no `content`, `prompt` or `messages`: give one of them.",
+                ));
+            }
+            Some(text) => {
+                context.check_bytes(text.len() / 4, "content")?;
+                let adds = adds.unwrap_or(content.is_none());
+                let made = if adds {
+                    tokens::encode_prompt(&model.tokenizer, text)
+                } else {
+                    tokens::encode_part(&model.tokenizer, text)
+                };
+                made.map_err(|error| ApiError::invalid("content", format!("{error:#}.")))?
+            }
+        };
+        Ok(json!({"count": tokens.len(), "max_model_len": context.room, "tokens": tokens}))
+    })
+    .await
+}
+
+async fn detokenize(
+    State(state): Shared,
+    Extension(head): Extension<RequestHead>,
+    request: Request,
+) -> Response<Body> {
+    value((state, head, request), "/detokenize", |fields, context| {
+        const NAME: &str = "tokens";
+        let model = context.model;
+        check_model(&fields, model)?;
+        let list = fields.list(NAME)?.ok_or_else(|| ApiError::invalid(NAME, "There are no `tokens`."))?;
+        let most = model.vocab_size;
+        let token = |value: &Value| {
+            let known = || wrong(NAME, value, &format!("tokens from 0 to {}", most.saturating_sub(1)));
+            fields::token(value, most).ok_or_else(known)
+        };
+        let tokens = list.iter().map(token).collect::<ApiResult<Vec<u32>>>()?;
+        let text = model
+            .tokenizer
+            .decode(&tokens, false)
+            .map_err(|error| ApiError::invalid(NAME, format!("{error}.")))?;
+        Ok(json!({"content": text, "prompt": text}))
+    })
+    .await
+}

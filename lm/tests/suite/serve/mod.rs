@@ -1,0 +1,10 @@
+//! The server, over sockets: with an engine that writes what a test says, and with the model.
+
+mod chat;
+mod client;
+mod completions;
+mod hostile;
+mod limits;
+mod program;
+mod refusals;
+mod scripted;

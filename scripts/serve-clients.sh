@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Runs real clients against `lm serve`: openai for Python and JavaScript, LangChain, LiteLLM, and schemathesis. Usage: scripts/serve-clients.sh [FLAG..]
+#
+# Needs network once, for pip, npm and SmolLM2. Clients are installed outside of the repository. Flags are those of `lm serve`, for example --tp 2.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+model="$(scripts/smollm2.sh)"
+[ -n "$model" ] || { echo "SKIPPED: SmolLM2 cannot be downloaded"; exit 0; }
+tools="${XDG_CACHE_HOME:-$HOME/.cache}/candle-dist/serve-clients"
+if [ ! -x "$tools/bin/st" ]; then
+  python3 -m venv "$tools"
+  "$tools/bin/pip" install --quiet openai==3.57.0 langchain-openai==1.7.4 litellm==1.110.2 schemathesis==4.32.5
+fi
+if command -v npm >/dev/null && [ ! -d "$tools/node_modules/openai" ]; then
+  npm install --silent --prefix "$tools" openai@6.49.0
+fi
+cargo build --release --quiet --bin lm
+said="$(mktemp)"
+"${CARGO_TARGET_DIR:-target}/release/lm" serve --port 0 --model "$model" --cache-tokens 1024 "$@" >"$said" 2>"$said.log" &
+server=$!
+trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; rm -f "$said" "$said.log"' EXIT
+for _ in $(seq 600); do
+  grep -q "^Serving" "$said" && break
+  kill -0 "$server" || { cat "$said.log"; exit 1; }
+  sleep 0.1
+done
+address="$(sed -n 's/^Serving .* at \(http[^ ]*\): .*/\1/p' "$said")"
+NODE_PATH="$tools/node_modules" "$tools/bin/python" benchmarks/serve_clients.py "$address"
+"$tools/bin/st" run "$address/openapi.json" --url "$address" --max-examples 25 --checks all --request-timeout 60 --seed 1 --phases examples,coverage,fuzzing \
+  --exclude-checks positive_data_acceptance
+kill -TERM "$server"
+wait "$server"
