@@ -347,6 +347,7 @@ SINKS = {
     ),
 }
 MIXTURES |= SINKS
+
 # Layers of Mamba 2.
 FACTORS_OF_GRANITE = dict(
     attention_multiplier=0.25, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0,
@@ -368,6 +369,50 @@ DENSE |= {
             num_local_experts=0, shared_intermediate_size=28, rms_norm_eps=1e-2, mamba_proj_bias=True,
             num_hidden_layers=3, layer_types=["full_attention", "linear_attention", "linear_attention"],
             position_embedding_type="rope", attention_bias=True, tie_word_embeddings=True, rope_parameters=dict(FRESH),
+        ),
+    ),
+}
+MIXTURES |= {
+    "granite hybrid with experts": (
+        "GraniteMoeHybrid",
+        dict(
+            FACTORS_OF_GRANITE, **MAMBA, hidden_size=40, num_attention_heads=4, num_key_value_heads=2,
+            num_local_experts=5, num_experts_per_tok=2, intermediate_size=20, shared_intermediate_size=28,
+            rms_norm_eps=1e-1, layer_types=["full_attention", "linear_attention"], rope_parameters=dict(FRESH),
+        ),
+    ),
+}
+DENSE |= {
+    "mamba2": (
+        "Mamba2",
+        dict(
+            num_heads=8, head_dim=8, n_groups=2, state_size=6, expand=2, chunk_size=4, layer_norm_epsilon=1e-2,
+            initializer_range=0.02,
+        ),
+    ),
+    "mamba2 with one group": (
+        "Mamba2",
+        dict(
+            num_heads=4, head_dim=16, n_groups=1, state_size=5, expand=2, chunk_size=4, conv_kernel=2, use_bias=True,
+            use_conv_bias=False, tie_word_embeddings=True, layer_norm_epsilon=1e-2, initializer_range=0.02,
+        ),
+    ),
+}
+# The names in files are not those in memory.
+MIXTURES |= {
+    "nemotron h": (
+        "NemotronH",
+        dict(
+            head_dim=8, mamba_num_heads=5, mamba_head_dim=12, n_groups=1, ssm_state_size=6, chunk_size=4,
+            layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"], layer_norm_epsilon=1e-2,
+        ),
+    ),
+    "nemotron h with groups": (
+        "NemotronH",
+        dict(
+            ODD, head_dim=12, mamba_num_heads=6, mamba_head_dim=16, n_groups=3, ssm_state_size=8, chunk_size=4,
+            layers_block_type=["full_attention", "mlp", "linear_attention"], layer_norm_epsilon=1e-2, use_bias=True,
+            mlp_bias=True,
         ),
     ),
 }

@@ -27,7 +27,7 @@ BATCH = [
     [9, 7, 35, 15, 13, 23, 3, 19, 29, 27],
 ]
 BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.25)
-MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe", "gpt oss", "granite moe"]
+MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe", "gpt oss", "granite moe", "granite hybrid with experts"]
 
 # The routers of models in memory.
 ROUTERS = ["mlp.gate.weight", "block_sparse_moe.router.weight", "feed_forward.gate.weight"]
@@ -46,19 +46,41 @@ OF_LFM2 = {
 OF_GRANITE = {"shared_mlp.input_linear": "mlp.gate_up_proj", "shared_mlp.output_linear": "mlp.down_proj"}
 
 
+# Modules of one mixer that other families have in attention and in feed-forward networks.
+OF_MIXERS = {
+    **{name: "self_attn" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
+    **{name: "mlp" for name in ("up_proj", "down_proj")},
+}
+
+
+def name_in_memory(name):
+    """The name in memory of a parameter of a model whose layers have one mixer each."""
+    name = name.replace("backbone.", "model.").replace("model.embeddings", "model.embed_tokens").replace("norm_f", "norm")
+    layer, mixer, rest = name.partition(".mixer.")
+    return f"{layer}.{OF_MIXERS.get(rest.split('.')[0], 'mamba')}.{rest}" if mixer else name
+
+
 def mamba_rows(module, config):
     """The names and rows of the parts of a projection or a convolution of Mamba 2."""
-    inner = config.mamba_n_heads * config.mamba_d_head
-    groups = config.mamba_n_groups * config.mamba_d_state
-    rows = dict(z=inner, x=inner, b=groups, c=groups, dt=config.mamba_n_heads)
+    names = {
+        "granitemoehybrid": ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"),
+        "mamba2": ("num_heads", "head_dim", "n_groups", "state_size"),
+        "nemotron_h": ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"),
+    }
+    heads, width, groups, state = (getattr(config, name) for name in names[config.model_type])
+    rows = dict(z=heads * width, x=heads * width, b=groups * state, c=groups * state, dt=heads)
     return {part: rows[part] for part in ("xbc" if module == "conv1d" else rows)}
 
 
 def parts(name, grad, config):
     """Yields the name in memory and the gradient of each part of a parameter."""
     if config.model_type == "granitemoehybrid":
+        name = name.replace("block_sparse_moe.", "mlp.")
         for module, known in OF_GRANITE.items():
+            known = known.replace("mlp.", "mlp.shared_experts.") if config.num_local_experts else known
             name = name.replace(module, known)
+    if config.model_type in ("mamba2", "nemotron_h"):
+        name = name_in_memory(name)
     module, parameter = name.rsplit(".", 2)[-2:]
     if ".mamba." in name and module in ("in_proj", "conv1d"):
         rows = mamba_rows(module, config)

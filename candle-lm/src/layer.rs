@@ -31,13 +31,14 @@ enum Mixer {
 }
 
 impl Mixer {
-    /// That of the layer of this number, whose path the builder has.
-    fn new(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Self> {
+    /// That of the layer of this number, whose path the builder has, if it has one.
+    fn new(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Option<Self>> {
         let token_ranks = vb.mesh().size_of(TOKEN_AXIS).unwrap_or(1);
         if let Some(refusal) = config.refusal_of_token_ranks(token_ranks) {
             return Err(Error::Layout(refusal));
         }
-        Ok(match config.parts.mixer(layer) {
+        Ok(Some(match config.parts.mixer(layer) {
+            MixerKind::None => return Ok(None),
             MixerKind::Attention => {
                 let vb = vb.pp("self_attn");
                 match config.parts.latent {
@@ -52,7 +53,7 @@ impl Mixer {
             MixerKind::ShortConv { taps } => {
                 Self::ShortConv(Box::new(ShortConv::new(config, taps, &vb.pp("conv"))?))
             }
-        })
+        }))
     }
 
     /// What it adds to states `[batch, tokens, hidden]`.
@@ -67,13 +68,13 @@ impl Mixer {
     }
 }
 
-/// A mixer of tokens, such as attention, and a gated feed-forward network.
+/// A mixer of tokens, such as attention, and a feed-forward network, or one of them.
 #[derive(Debug)]
 pub(crate) struct DecoderLayer {
     /// Before and after the mixer, before and after the feed-forward layer.
     norms: [Option<Norm>; 4],
-    mixer: Mixer,
-    feed_forward: FeedForward,
+    mixer: Option<Mixer>,
+    feed_forward: Option<FeedForward>,
     /// The router of the experts, in a model that learns their balance.
     router: Option<DecoderRouter>,
     branch_scale: f64,
@@ -88,11 +89,19 @@ impl DecoderLayer {
         let norm = |name: Option<&str>| {
             name.map(|name| Norm::new(config.hidden_size, config, &vb.pp(name))).transpose()
         };
-        let [a, b, c, d] = parts.norms.names();
+        let [a, b, c, d] = match parts.norms.names() {
+            [one, ..] if parts.norms == Norms::One && parts.has_feed_forward(layer) => {
+                [None, None, one, None]
+            }
+            names => names,
+        };
         Ok(Self {
             norms: [norm(a)?, norm(b)?, norm(c)?, norm(d)?],
             mixer: Mixer::new(config, layer, vb)?,
-            feed_forward: FeedForward::new(config, layer, &vb.pp("mlp"))?,
+            feed_forward: parts
+                .has_feed_forward(layer)
+                .then(|| FeedForward::new(config, layer, &vb.pp("mlp")))
+                .transpose()?,
             router: None,
             branch_scale: parts.branch_scale,
             is_parallel: parts.norms == Norms::Shared,
@@ -114,11 +123,11 @@ impl DecoderLayer {
         angles: &Angles,
         turns: Option<Vec<LayerTokens<'_>>>,
     ) -> Result<DTensor> {
-        if self.is_parallel {
+        if let (true, Some(mixer), Some(feed_forward)) = (self.is_parallel, &self.mixer, &self.feed_forward) {
             let [before, ..] = &self.norms;
             let normed = through(before, x)?;
-            let mixed = self.add(x, &self.mixer.forward(&normed, angles, turns)?)?;
-            return self.add(&mixed, &self.feed_forward.forward(&normed)?);
+            let mixed = self.add(x, &mixer.forward(&normed, angles, turns)?)?;
+            return self.add(&mixed, &feed_forward.forward(&normed)?);
         }
         self.fed(&self.mixed(x, angles, turns)?)
     }
@@ -143,14 +152,16 @@ impl DecoderLayer {
 
     /// The states after the mixer.
     fn mixed(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<LayerTokens<'_>>>) -> Result<DTensor> {
-        let [before, after, ..] = &self.norms;
-        self.add(x, &through(after, &self.mixer.forward(&through(before, x)?, angles, turns)?)?)
+        let ([before, after, ..], Some(mixer)) = (&self.norms, &self.mixer) else { return Ok(x.clone()) };
+        self.add(x, &through(after, &mixer.forward(&through(before, x)?, angles, turns)?)?)
     }
 
     /// The states after the feed-forward network, of those after the mixer.
     fn fed(&self, x: &DTensor) -> Result<DTensor> {
-        let [.., before, after] = &self.norms;
-        self.add(x, &through(after, &self.feed_forward.forward(&through(before, x)?)?)?)
+        let ([.., before, after], Some(network)) = (&self.norms, &self.feed_forward) else {
+            return Ok(x.clone());
+        };
+        self.add(x, &through(after, &network.forward(&through(before, x)?)?)?)
     }
 
     /// The sums of the router, of the states after the mixer.

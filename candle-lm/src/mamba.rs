@@ -21,8 +21,9 @@ pub(crate) struct Mamba {
     inputs: [Projection; 5],
     /// Of inputs, and of what writes and reads.
     convs: [CausalConv; 3],
-    /// The logarithms of how fast heads forget.
+    /// The logarithms of how fast heads forget, or these rates, which are negative.
     a_log: DTensor,
+    has_rates: bool,
     dt_bias: DTensor,
     /// The share of a head's inputs that passes by its state.
     skip: DTensor,
@@ -65,6 +66,7 @@ impl Mamba {
             ],
             convs: [conv("x", inner, Shard(0))?, conv("b", groups, cut)?, conv("c", groups, cut)?],
             a_log: vector(vb, "A_log", 1, forgets)?,
+            has_rates: config.parts.has_rates,
             dt_bias: vector(vb, "dt_bias", 1, Init::Const(1.0))?,
             skip: vector(vb, "D", 1, Init::Const(1.0))?,
             norm: vector(&vb.pp("norm"), "weight", width, Init::Const(1.0))?,
@@ -127,7 +129,9 @@ impl Mamba {
         // [batch, tokens, groups, heads]
         let dt = self.in_groups(&dt.to_dtype(DType::F32)?, 2, 1)?.squeeze(4)?;
         let step = softplus(&dt.add(&of_head(&self.dt_bias)?)?)?;
-        let g = step.mul(&of_head(&self.a_log)?.exp()?)?.neg()?;
+        let rates = of_head(&self.a_log)?;
+        let rates = if self.has_rates { rates } else { rates.exp()?.neg()? };
+        let g = step.mul(&rates)?;
         let written = x.mul(&step.unsqueeze(4)?)?;
         let (b, c) = (of_group(&b)?, of_group(&c)?);
         let [made, state] = c.state_space_scan([&b, &written], &g, state, documents)?;

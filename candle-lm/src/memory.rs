@@ -40,7 +40,8 @@ pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp
         config.parts.latent.map_or(2 * heads * dim, |widths| tp.max(1) * (widths.rank + widths.rotary));
     let part = room.div_ceil(cp.max(1));
     let kept = |layer| config.parts.window(layer).filter(|&window| window < room).unwrap_or(part);
-    let attention = (0..config.num_hidden_layers).filter(|&layer| !config.parts.mixer(layer).is_recurrent());
+    let attention =
+        (0..config.num_hidden_layers).filter(|&layer| config.parts.mixer(layer) == MixerKind::Attention);
     let tokens: usize = attention.map(kept).fold(0, usize::saturating_add);
     let keys = [tokens, of_token, dtype.size_in_bytes()].into_iter().fold(1, usize::saturating_mul);
     keys.saturating_add(config.state_bytes(tp)).saturating_mul(texts)
@@ -82,14 +83,10 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
             _ => count.saturating_mul(held.dtype.size_in_bytes()),
         };
         let module = name.rsplit('.').nth(1).unwrap_or_default();
+        let is_whole = of_mamba(config, &name).map(|(heads, tensor)| heads.is_whole(tensor));
         let copies = match shape.len() {
-            _ if let Some((heads, tensor)) = of_mamba(config, &name) => {
-                if heads.is_whole(tensor) {
-                    tp
-                } else {
-                    1
-                }
-            }
+            _ if is_whole == Some(true) => tp,
+            _ if is_whole == Some(false) => 1,
             3 => 1,
             _ if WHOLE.contains(&module) || name.ends_with(EXPERT_BIASES[2]) => tp,
             _ if shares_keys && ["k_proj", "v_proj"].contains(&module) => tp,

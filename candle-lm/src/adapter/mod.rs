@@ -315,9 +315,14 @@ fn named(config: &AdapterConfig, name: &str, files: &Files, weights: Weights) ->
                 }
             }
             parts => {
-                let parts: Vec<(String, usize)> =
-                    parts.iter().map(|(part, rows)| (format!("{part}.weight"), *rows)).collect();
-                weights = weights.split(&tensor, &parts)?;
+                let of = |parameter: &str| -> Vec<(String, usize)> {
+                    parts.iter().map(|(part, rows)| (format!("{part}.{parameter}"), *rows)).collect()
+                };
+                weights = weights.split(&tensor, &of("weight"))?;
+                if module.has_bias {
+                    made.extend(of("bias").into_iter().map(|(name, _)| name));
+                    weights = weights.split(&format!("{}.bias", module.path), &of("bias"))?;
+                }
             }
         }
     }

@@ -59,7 +59,10 @@ pub fn modules(config: &Config) -> Vec<LayerModule> {
         modules.retain(|one| !is_part(one));
         let rows = parts.iter().map(|(_, rows)| rows).sum();
         let (path, kind) = (module(&config.stored_name(&name)), ModuleKind::Linear);
-        modules.push(LayerModule { path, kind, shape: [rows, columns], parts, has_bias: false });
+        let bias =
+            |(part, _): &(String, usize)| tensors.iter().any(|(name, _)| *name == format!("{part}.bias"));
+        let has_bias = parts.iter().any(bias);
+        modules.push(LayerModule { path, kind, shape: [rows, columns], parts, has_bias });
     }
     modules
 }

@@ -10,6 +10,8 @@ use super::mamba::MambaHeads;
 /// What mixes the tokens of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MixerKind {
+    /// Nothing: the layer has a feed-forward network alone.
+    None,
     /// Attention, which keeps keys and values of tokens.
     Attention,
     /// A gated short convolution, whose state is the last inputs.
@@ -62,13 +64,13 @@ impl DeltaHeads {
 impl MixerKind {
     /// Whether it keeps a state of a text in the place of keys and values of its tokens.
     pub fn is_recurrent(self) -> bool {
-        self != Self::Attention
+        !matches!(self, Self::Attention | Self::None)
     }
 
     /// The numbers of the state of a text in 32 bits, in a model of this width, on all `tp` ranks together.
     pub fn state_size(self, hidden: usize, tp: usize) -> usize {
         match self {
-            Self::Attention => 0,
+            Self::Attention | Self::None => 0,
             Self::Mamba(heads) => heads.state_size(tp),
             Self::ShortConv { taps } => hidden.saturating_mul(taps.saturating_sub(1)),
             Self::DeltaNet(heads) => {

@@ -71,6 +71,10 @@ pub struct Parts {
     pub mixers: Vec<MixerKind>,
     /// What files call modules, where layers have other names for them.
     pub names: &'static ModuleNames,
+    /// What files call the model without its output layer.
+    pub model_name: &'static str,
+    /// Whether files hold the rates of Mamba 2, which are negative, in the place of the logarithms of their sizes.
+    pub has_rates: bool,
 }
 
 /// The widths of latent attention.
@@ -127,6 +131,8 @@ pub enum Norms {
     BothOfGlm,
     /// One before attention and feed-forward layers, which run side by side.
     Shared,
+    /// One before the mixer or the feed-forward network, of which each layer has one.
+    One,
 }
 
 /// What a norm computes of a row.
@@ -195,6 +201,7 @@ impl Norms {
                 Some("post_mlp_layernorm"),
             ],
             Self::Shared => [Some("input_layernorm"), None, None, None],
+            Self::One => [Some("norm"), None, None, None],
         }
     }
 }
@@ -232,6 +239,8 @@ impl Default for Parts {
             gated_attention: false,
             mixers: Vec::new(),
             names: &[],
+            model_name: "model",
+            has_rates: false,
         }
     }
 }
@@ -250,6 +259,11 @@ impl Parts {
     /// What mixes the tokens of a layer.
     pub fn mixer(&self, layer: usize) -> MixerKind {
         self.mixers.get(layer).copied().unwrap_or(MixerKind::Attention)
+    }
+
+    /// Whether a layer has a feed-forward network, or experts.
+    pub fn has_feed_forward(&self, layer: usize) -> bool {
+        self.norms != Norms::One || self.mixer(layer) == MixerKind::None
     }
 
     /// The experts of a layer, if it has some.

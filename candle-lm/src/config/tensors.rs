@@ -76,6 +76,7 @@ impl Config {
         let Parts { mlp_bias, norms, .. } = self.parts;
         let named = |name: &str, parameter: &str| format!("model.layers.{layer}.{name}.{parameter}");
         let mut tensors = match self.parts.mixer(layer) {
+            MixerKind::None => Vec::new(),
             MixerKind::Attention => self.of_attention(&named),
             MixerKind::DeltaNet(heads) => self.of_delta(heads, layer, &named),
             MixerKind::Mamba(heads) => {
@@ -96,7 +97,7 @@ impl Config {
             ("mlp.down_proj", hidden, inner, mlp_bias),
         ];
         let experts = self.parts.experts(layer);
-        if experts.is_none() {
+        if experts.is_none() && self.parts.has_feed_forward(layer) {
             let gated = usize::from(!self.parts.gated);
             tensors.extend(linear_tensors(&dense[gated..], &named));
         }
@@ -244,7 +245,7 @@ impl Config {
         let of_mixer = |(layer, mixer): (usize, &MixerKind)| {
             let name = |name: &str| format!("model.layers.{layer}.{name}.weight");
             match mixer {
-                MixerKind::Attention => Vec::new(),
+                MixerKind::Attention | MixerKind::None => Vec::new(),
                 MixerKind::Mamba(heads) => {
                     let at = |name: String| format!("model.layers.{layer}.{name}");
                     let all = |(name, parts): (String, Vec<(String, usize)>)| {
@@ -323,7 +324,13 @@ impl Config {
 
     /// The name that a tensor has in files, if it is there by itself.
     pub fn stored_name(&self, name: &str) -> String {
-        let own = || self.renamed(name, |(own, stored)| (own, stored));
+        let own = || {
+            let name = self.renamed(name, |(own, stored)| (own, stored));
+            match name.strip_prefix("model.") {
+                Some(rest) => format!("{}.{rest}", self.parts.model_name),
+                None => name,
+            }
+        };
         let Some(experts) = &self.parts.experts else { return own() };
         let layer = |parameter: &str| name.strip_suffix(&format!(".{ROUTER}.{parameter}"));
         match (layer("weight"), layer("bias"), layer("logit_bias")) {
@@ -336,7 +343,9 @@ impl Config {
 
     /// The name that layers have for a tensor of a file, if it is there by itself.
     pub fn name_in_memory(&self, name: &str) -> String {
-        self.renamed(name, |(own, stored)| (stored, own))
+        let rest = name.strip_prefix(self.parts.model_name).and_then(|rest| rest.strip_prefix('.'));
+        let name = rest.map_or(name.to_owned(), |rest| format!("model.{rest}"));
+        self.renamed(&name, |(own, stored)| (stored, own))
     }
 
     /// The name of a tensor whose module gets the second name of a pair in the place of the first one.
@@ -392,7 +401,8 @@ impl Config {
 
     /// Whether some layers have one feed-forward network for all tokens.
     pub fn has_dense_layers(&self) -> bool {
-        (0..self.num_hidden_layers).any(|layer| self.parts.experts(layer).is_none())
+        let is_dense = |layer| self.parts.has_feed_forward(layer) && self.parts.experts(layer).is_none();
+        (0..self.num_hidden_layers).any(is_dense)
     }
 
     /// The parameters of the model.

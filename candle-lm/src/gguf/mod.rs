@@ -3,6 +3,7 @@
 mod experts;
 pub(super) mod export;
 mod latent;
+mod mamba;
 mod pre_tokenizer;
 pub(super) mod rope;
 mod sentencepiece;
@@ -28,7 +29,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 38] = [
+const ARCHITECTURES: [(&str, &str, bool); 41] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -70,10 +71,13 @@ const ARCHITECTURES: [(&str, &str, bool); 38] = [
     ("gpt-oss", "gpt_oss", false),
     (latent::DEEPSEEK, "deepseek_v3", false),
     (latent::MISTRAL, "mistral4", false),
+    ("granitehybrid", "granitemoehybrid", true),
+    ("mamba2", "mamba2", false),
+    ("nemotron_h", "nemotron_h", false),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 37] = [
+const FIELDS: [(&str, Option<&str>); 42] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -113,6 +117,11 @@ const FIELDS: [(&str, Option<&str>); 37] = [
     ("leading_dense_block_count", Some("first_k_dense_replace")),
     ("nextn_predict_layers", Some("num_nextn_predict_layers")),
     ("shortconv.l_cache", Some("conv_L_cache")),
+    ("ssm.conv_kernel", Some("conv_kernel")),
+    ("ssm.group_count", Some("n_groups")),
+    ("ssm.inner_size", Some("ssm_inner_size")),
+    ("ssm.state_size", Some("ssm_state_size")),
+    ("ssm.time_step_rank", Some("mamba_num_heads")),
 ];
 
 /// The names of tensors outside of layers.
@@ -126,7 +135,7 @@ const TENSORS: [(&str, &str); 5] = [
 ];
 
 /// The names of modules of layers.
-const MODULES: [(&str, &str); 29] = [
+const MODULES: [(&str, &str); 33] = [
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
     ("attn_v", "self_attn.v_proj"),
@@ -156,6 +165,10 @@ const MODULES: [(&str, &str); 29] = [
     ("shortconv.in_proj", "conv.in_proj"),
     ("shortconv.conv", CONV),
     ("shortconv.out_proj", "conv.out_proj"),
+    ("ssm_in", "mamba.in_proj"),
+    ("ssm_conv1d", "mamba.conv1d"),
+    ("ssm_norm", "mamba.norm"),
+    ("ssm_out", "mamba.out_proj"),
 ];
 
 /// The norms of a layer, in the order of [`Norms::names`](super::config::parts::Norms::names).
@@ -185,7 +198,7 @@ pub(super) fn open(path: &Path, ignored: &[String], has_values: bool) -> Result<
             weights = weights.unsqueeze(&name, 1)?;
         }
     }
-    let weights = latent::joined(weights)?;
+    let weights = mamba::shaped(latent::joined(weights)?)?;
     // A stage with the output layer reads the table by itself.
     let weights =
         if has_head { weights } else { weights.alias("model.embed_tokens.weight", "lm_head.weight")? };
@@ -288,6 +301,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     if kind.starts_with("lfm2") {
         lfm2(&mut fields)?;
     }
+    if mamba::KINDS.contains(&kind.as_str()) {
+        mamba::fields(kind, metadata, weights, &mut fields)?;
+    }
     if kind == "starcoder2" {
         fields.remove("attention_bias");
         fields.entry("use_bias").or_insert(json!(false));
@@ -303,6 +319,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     config.notes.extend(tokenizer::guess(metadata));
     // The norms of Gemma's files have the one in them.
     config.parts.norms_add_one = false;
+    config.parts.has_rates = mamba::KINDS.contains(&kind.as_str());
     if is_permuted {
         (config.parts.pairs, config.parts.permuted) = (RopePairs::Neighbors, true);
     }
@@ -362,6 +379,11 @@ pub(crate) fn renamed(name: &str, config: &Config) -> String {
         return (*hub).to_owned();
     }
     let parts: Vec<&str> = name.split('.').collect();
+    if let ["blk", layer, rest @ ..] = &parts[..]
+        && let Some(name) = mamba::renamed(layer, rest)
+    {
+        return name;
+    }
     if let &["blk", layer, "shortconv", module, "weight"] = &parts[..] {
         return format!("model.layers.{layer}.conv.{module}.weight");
     }

@@ -1,13 +1,13 @@
 //! The families of IBM with factors of embeddings, branches, scores and logits.
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
 use super::{Family, PLAIN, biased};
 use crate::config::experts::{Experts, ROUTER};
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::Text;
-use crate::config::fields::{Fields, joined, shortened};
+use crate::config::fields::{Fields, joined};
 use crate::config::mamba::MambaHeads;
 use crate::config::mixers::MixerKind;
 use crate::config::parts::{FUSED_GATE, FUSED_SHARED, Parts};
@@ -60,14 +60,20 @@ pub(super) static FAMILIES: [Family; 4] = [
                 Some(kind) if *kind == "nope" => false,
                 Some(kind) if *kind == "rope" => true,
                 Some(kind) => {
-                    anyhow::bail!("position_embedding_type is {kind}; expected \"rope\", \"nope\" or null")
+                    bail!("position_embedding_type is {kind}; expected \"rope\", \"nope\" or null")
                 }
+            };
+            let has_experts = fields.get("num_local_experts") != Some(&json!(0));
+            let (fused, names): (&[_], &[_]) = match has_experts {
+                true => (&[FUSED_SHARED], &SHARED_NAMES),
+                false => (&[FUSED_GATE], &NAMES),
             };
             Ok(Parts {
                 mixers,
                 rotary: vec![is_rotary; layers],
-                fused: &[FUSED_GATE],
-                names: &NAMES,
+                fused,
+                names,
+                experts: has_experts.then(|| Experts::granite(fields)).transpose()?,
                 ..with_factors(fields, layers)?
             })
         },
@@ -87,7 +93,7 @@ const MIXTURE: [(&str, FieldRule); 10] = joined(GRANITE, ROUTER);
 
 const SHARED_MIXTURE: [(&str, FieldRule); 11] = joined(MIXTURE, [("shared_intermediate_size", Used)]);
 
-const HYBRID: [(&str, FieldRule); 25] = joined(
+const HYBRID: [(&str, FieldRule); 26] = joined(
     GRANITE,
     [
         ("init_method", Harmless),
@@ -104,11 +110,12 @@ const HYBRID: [(&str, FieldRule); 25] = joined(
         ("mamba_n_heads", Used),
         ("mamba_proj_bias", Used),
         ("normalization_function", Only(Text("rmsnorm"))),
-        ("num_experts_per_tok", Harmless),
+        ("num_experts_per_tok", Used),
         ("num_local_experts", Used),
-        ("output_router_logits", Harmless),
+        ("output_router_logits", Used),
         ("position_embedding_type", Used),
-        ("router_aux_loss_coef", Harmless),
+        ("router_aux_loss_coef", Used),
+        ("shared_intermediate_size", Used),
         ("time_step_limit", Used),
     ],
 );
@@ -164,22 +171,16 @@ fn heads(fields: &Fields) -> Result<MambaHeads> {
     .checked()
 }
 
-/// The fields of a config, of which those of feed-forward networks have the names of all families.
-///
-/// # Errors
-/// If there are experts.
-pub(super) fn plain(mut fields: Map<String, Value>) -> Result<Map<String, Value>> {
-    let experts =
-        fields.get("num_local_experts").filter(|count| !count.is_null()).unwrap_or(&json!(8)).clone();
-    ensure!(
-        experts == json!(0),
-        "num_local_experts is {}; only models without experts are supported",
-        shortened(&experts)
-    );
-    let width = fields.remove("shared_intermediate_size").filter(|width| !width.is_null());
-    fields.insert("intermediate_size".into(), width.unwrap_or(json!(1024)));
+/// The fields of a config; without experts those of feed-forward networks have the names of all families.
+pub(super) fn plain(mut fields: Map<String, Value>) -> Map<String, Value> {
+    if fields.get("num_local_experts") == Some(&json!(0)) {
+        let width = fields.remove("shared_intermediate_size").filter(|width| !width.is_null());
+        fields.insert("intermediate_size".into(), width.unwrap_or(json!(1024)));
+    } else {
+        fields.entry("shared_intermediate_size").or_insert(json!(1024));
+    }
     if let Some(types) = fields.remove("layers_block_type").filter(|types| !types.is_null()) {
         fields.entry("layer_types").or_insert(types);
     }
-    Ok(fields)
+    fields
 }

@@ -74,7 +74,7 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
     ];
     if let Some(taps) = parts.mixers.iter().find_map(|mixer| match mixer {
         MixerKind::ShortConv { taps } => Some(*taps),
-        MixerKind::Attention | MixerKind::DeltaNet(_) | MixerKind::Mamba(_) => None,
+        _ => None,
     }) {
         own.push(("shortconv.l_cache", number(taps)));
     }

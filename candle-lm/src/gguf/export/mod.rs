@@ -20,6 +20,7 @@ use tokenizers::Tokenizer;
 
 use super::{ARCHITECTURES, CONV, MODULES, NORMS, QK_NORMS, TENSORS, tokenizer};
 use crate::adapter::MergedAdapter;
+use crate::config::mixers::MixerKind;
 use crate::config::parts::{FUSED_GATE, FUSED_SHARED, Parts};
 use crate::config::tensors::ROUTER;
 use crate::config::{Config, RopeScaling};
@@ -93,7 +94,8 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
         _ => family,
     };
     let found = ARCHITECTURES.iter().find(|(_, name, _)| *name == family);
-    let found = found.filter(|_| parts.latent.is_none() && !parts.sinks);
+    let has_states = parts.mixers.iter().any(|mixer| matches!(mixer, MixerKind::Mamba(_)));
+    let found = found.filter(|_| parts.latent.is_none() && !parts.sinks && !has_states);
     let &(kind, _, is_permuted) =
         found.with_context(|| format!("models of the family {family} are not written as GGUF"))?;
     // What llama.cpp computes whatever a file says, and the tensors that it has no place for.

@@ -204,6 +204,26 @@ impl Weights {
         Ok(self)
     }
 
+    /// Gives a tensor one dim, which has all of its elements.
+    ///
+    /// # Errors
+    /// If there is no tensor `name`, it lies in several pieces, is stored in blocks, or is computed from others.
+    pub fn flatten(mut self, name: &str) -> Result<Self> {
+        let mut stored = self.stored(name)?.clone();
+        let (elements, is_plain) = (stored.shape.iter().product(), self.quantized_dtype(name)?.is_none());
+        match &mut stored.pieces[..] {
+            [piece] if is_plain && stored.schemes.is_empty() => {
+                piece.block = std::iter::once(0..elements).collect();
+            }
+            _ => {
+                return Err(self.error(name, "cannot get one dim: it lies in several pieces or in blocks"));
+            }
+        }
+        stored.shape = vec![elements];
+        self.tensors.insert(name.to_owned(), stored);
+        Ok(self)
+    }
+
     pub(super) fn insert(&mut self, name: String, stored: StoredTensor, old: &str) -> Result<()> {
         if self.tensors.contains_key(&name) {
             return Err(self.error(&name, format!("is the new name of {old:?} and of another tensor")));

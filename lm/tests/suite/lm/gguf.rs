@@ -7,6 +7,7 @@ use std::path::Path;
 use candle_core::quantized::gguf_file::{self, Value as Stored};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
+use candle_lm::config::mixers::MixerKind;
 use candle_lm::config::parts::LatentWidths;
 use candle_lm::config::{Config, ExpertStack, RopeScaling};
 use candle_lm::files::Files;
@@ -19,7 +20,7 @@ use crate::lm::families::{Families, Family, families, greedy, logits, stored};
 use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
-const MODULES: [(&str, &str); 43] = [
+const MODULES: [(&str, &str); 47] = [
     ("token_embd", "model.embed_tokens"),
     ("output_norm", "model.norm"),
     ("output", "lm_head"),
@@ -63,6 +64,10 @@ const MODULES: [(&str, &str); 43] = [
     ("shortconv.in_proj", "conv.in_proj"),
     ("shortconv.conv", "conv.conv"),
     ("shortconv.out_proj", "conv.out_proj"),
+    ("ssm_in", "mamba.in_proj"),
+    ("ssm_conv1d", "mamba.conv1d"),
+    ("ssm_norm", "mamba.norm"),
+    ("ssm_out", "mamba.out_proj"),
 ];
 
 fn named(name: &str, has_four: bool, kind: &str) -> String {
@@ -73,9 +78,17 @@ fn named(name: &str, has_four: bool, kind: &str) -> String {
     let parameter = if is_logit_bias { "bias" } else { parameter };
     let layer = module.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
     let inner = layer.map_or(module, |(_, inner)| inner);
+    // What layers of Mamba 2 have beside modules.
+    if let (Some((layer, "mamba")), Some((_, gguf))) = (
+        layer,
+        [("A_log", "a"), ("D", "d"), ("dt_bias", "dt.bias")].into_iter().find(|(own, _)| *own == parameter),
+    ) {
+        return format!("blk.{layer}.ssm_{gguf}");
+    }
     let gguf = match inner {
         "model.norm" if kind.starts_with("lfm2") => "token_embd_norm",
         "pre_feedforward_layernorm" => "ffn_norm",
+        "norm" => "attn_norm",
         "mlp.router" if parameter == "bias" && !is_logit_bias => "exp_probs_b",
         "post_attention_layernorm"
             if has_four || ["olmo2", "exaone4", "seed_oss", "glm4moe", "gpt-oss"].contains(&kind) =>
@@ -99,6 +112,24 @@ fn permuted(tensor: &Tensor, heads: usize) -> Tensor {
 /// The tensors of a model, with experts stacked as a converter does.
 fn converted(config: &Config) -> HashMap<String, Tensor> {
     let mut tensors = stored(config);
+    // What files of the Hub have in one under other names, of which a converter leaves that of Mamba 2 in one.
+    for (name, parts) in config.fused() {
+        let stored_name = config.stored_name(&name);
+        if stored_name == name {
+            continue;
+        }
+        let whole = tensors.remove(&stored_name).unwrap();
+        if name.contains(".mamba.") {
+            tensors.insert(name, whole);
+            continue;
+        }
+        let mut start = 0;
+        for (part, rows) in parts {
+            let rows_of = whole.narrow(0, start, rows).unwrap();
+            tensors.insert(part, rows_of.force_contiguous().unwrap());
+            start += rows;
+        }
+    }
     for ExpertStack { name, parts, interleaved, .. } in config.stacks() {
         let mut whole = tensors.remove(&name).unwrap();
         if interleaved && whole.rank() == 3 {
@@ -172,11 +203,12 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         "ministral3" => "mistral3",
         "cohere" => "command-r",
         "deepseek_v3" | "deepseek_v2" | "glm4_moe_lite" => "deepseek2",
+        "granitemoehybrid" => "granitehybrid",
         other => other,
     };
     let (is_gemma, is_permuted) = (
         ["gemma2", "gemma3"].contains(&kind),
-        ["llama", "smollm3", "granite", "granitemoe", "mistral3", "arcee"].contains(&kind),
+        ["llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee"].contains(&kind),
     );
     let heads = config.heads();
     let mut tensors: HashMap<String, QTensor> = HashMap::new();
@@ -187,15 +219,22 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
     for (name, tensor) in all {
         let tensor = match &name {
             name if config.parts.norms_add_one && name.ends_with("norm.weight") => (tensor + 1.0).unwrap(),
-            name if name.contains("conv.conv") => tensor.squeeze(1).unwrap(),
+            name if name.contains("conv.conv") || name.ends_with("mamba.conv1d.weight") => {
+                tensor.squeeze(1).unwrap()
+            }
+            name if name.ends_with(".A_log") => tensor.exp().unwrap().neg().unwrap().unsqueeze(1).unwrap(),
+            name if name.ends_with(".mamba.D") => tensor.unsqueeze(1).unwrap(),
+            name if name.ends_with(".mamba.norm.weight") => by_groups(&config, &tensor),
             // A converter leaves out dims of 1.
             name if name.contains("shared_expert_gate") => tensor.flatten_all().unwrap(),
             name if is_permuted && name.contains("q_proj") => permuted(&tensor, heads.query),
             name if is_permuted && name.contains("k_proj") => permuted(&tensor, heads.key_value),
             _ => tensor,
         };
-        let in_blocks =
-            tensor.rank() > 1 && tensor.dims()[tensor.rank() - 1].is_multiple_of(dtype.block_size());
+        let is_float = [".mamba.conv1d.weight", ".mamba.norm.weight"].iter().any(|end| name.ends_with(end));
+        let in_blocks = !is_float
+            && tensor.rank() > 1
+            && tensor.dims()[tensor.rank() - 1].is_multiple_of(dtype.block_size());
         let dtype = if in_blocks { dtype } else { GgmlDType::F32 };
         tensors.insert(
             named(&name, is_gemma, kind),
@@ -204,12 +243,12 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
     }
     let size = |field: &str| Stored::U32(fields[field].as_u64().unwrap() as u32);
     let mut metadata = vec![
-        ("block_count", size("num_hidden_layers")),
+        ("block_count", Stored::U32(config.num_hidden_layers as u32)),
         ("embedding_length", size("hidden_size")),
         ("feed_forward_length", Stored::U32(config.intermediate_size as u32)),
         ("context_length", size("max_position_embeddings")),
-        ("attention.head_count", size("num_attention_heads")),
-        ("attention.head_count_kv", size("num_key_value_heads")),
+        ("attention.head_count", Stored::U32(config.num_attention_heads as u32)),
+        ("attention.head_count_kv", Stored::U32(heads.key_value as u32)),
         ("attention.key_length", Stored::U32(heads.dim as u32)),
         ("attention.value_length", Stored::U32(heads.dim as u32)),
         (
@@ -335,6 +374,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         // What llama.cpp computes by itself.
         metadata.push(("rope.scaling.yarn_attn_factor", Stored::F32(0.1 * 4f32.ln() + 1.0)));
     }
+    states(kind, &config, &mut metadata);
     if kind.starts_with("granite") {
         let names = [
             ("attention.scale", "attention_multiplier"),
@@ -350,6 +390,58 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     let all: Vec<(&str, &Stored)> = all.iter().map(|(key, value)| (key.as_str(), value)).collect();
     gguf_file::write(&mut fs::File::create(path).unwrap(), &all, &tensors).unwrap();
+}
+
+/// The weights of the norms of groups in a matrix.
+fn by_groups(config: &Config, tensor: &Tensor) -> Tensor {
+    let groups = config.parts.mixers.iter().find_map(|mixer| match mixer {
+        MixerKind::Mamba(heads) => Some(heads.groups),
+        _ => None,
+    });
+    tensor.reshape((groups.unwrap(), ())).unwrap()
+}
+
+/// What a converter writes of layers of Mamba 2.
+fn states(kind: &str, config: &Config, metadata: &mut Vec<(&str, Stored)>) {
+    let heads = config.parts.mixers.iter().find_map(|mixer| match mixer {
+        MixerKind::Mamba(heads) => Some(*heads),
+        _ => None,
+    });
+    let Some(heads) = heads else { return };
+    let number = |n: usize| Stored::U32(n as u32);
+    metadata.extend([
+        ("ssm.conv_kernel", number(heads.taps)),
+        ("ssm.state_size", number(heads.state)),
+        ("ssm.group_count", number(heads.groups)),
+        ("ssm.inner_size", number(heads.inner())),
+        ("ssm.time_step_rank", number(heads.count)),
+    ]);
+    if kind == "mamba2" {
+        let absent = ["attention.head_count_kv", "attention.key_length", "attention.value_length"];
+        let is_there = |key: &str| !absent.contains(&key) && !key.starts_with("rope.");
+        metadata.retain(|(key, _)| is_there(key));
+        for (key, value) in metadata.iter_mut() {
+            if ["attention.head_count", "feed_forward_length"].contains(key) {
+                *value = number(0);
+            }
+        }
+        return;
+    }
+    let of_layers = |of: &dyn Fn(MixerKind) -> usize| {
+        Stored::Array(config.parts.mixers.iter().map(|mixer| Stored::I32(of(*mixer) as i32)).collect())
+    };
+    let keys = of_layers(&|mixer| if mixer == MixerKind::Attention { config.heads().key_value } else { 0 });
+    let inner = of_layers(&|mixer| if mixer == MixerKind::None { config.intermediate_size } else { 0 });
+    metadata.retain(|(key, _)| *key != "attention.head_count_kv");
+    metadata.push(("attention.head_count_kv", keys));
+    if kind == "nemotron_h" {
+        metadata.retain(|(key, _)| *key != "feed_forward_length");
+        metadata.push(("feed_forward_length", inner));
+    } else {
+        let shared = config.parts.experts.as_ref().map_or(config.intermediate_size, |experts| experts.shared);
+        metadata.push(("rope.scaling.finetuned", Stored::Bool(config.parts.is_rotary(0))));
+        metadata.push(("expert_shared_feed_forward_length", number(shared)));
+    }
 }
 
 /// What a converter writes of latent attention.
@@ -486,6 +578,9 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
     ];
     let fits = |config: &mut Value| {
         config["intermediate_size"] = json!(64);
+        if config.get("shared_intermediate_size").is_some() {
+            config["shared_intermediate_size"] = json!(64);
+        }
         if let Some(hidden) = config.get_mut("moe_intermediate_size") {
             *hidden = json!(64);
         }

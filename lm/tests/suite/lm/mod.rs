@@ -26,6 +26,7 @@ mod ropes;
 mod score;
 mod shares;
 mod smollm2;
+mod states;
 mod text;
 pub(crate) mod tokenizers;
 mod vocabularies;

@@ -280,7 +280,9 @@ fn mixtures_learn_the_balance_of_transformers_on_every_mesh() {
                 "--pp 2 --tp 1 --microbatches 2 --recompute",
             ],
         };
-        meshes.iter().for_each(|mesh| agrees(&place, fact, &facts.batch, mesh));
+        let is_recurrent = is_recurrent(&place);
+        let fits = |mesh: &&&str| !is_recurrent || !mesh.contains("--cp");
+        meshes.iter().filter(fits).for_each(|mesh| agrees(&place, fact, &facts.batch, mesh));
     }
 }
 

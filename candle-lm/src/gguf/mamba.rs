@@ -1,0 +1,149 @@
+//! What GGUF files say of layers of Mamba 2.
+
+use anyhow::{Context, Result, ensure};
+use candle_shard::Weights;
+use serde_json::{Map, Value, json};
+
+use super::{Metadata, plain};
+use crate::config::MOST_LAYERS;
+
+/// The architectures that have such layers.
+pub(super) const KINDS: [&str; 3] = ["granitehybrid", "mamba2", "nemotron_h"];
+
+/// Tensors of the layers by their modules, with the dims that they have here.
+const SHAPES: [(&str, usize); 4] =
+    [("mamba.conv1d.weight", 3), ("mamba.norm.weight", 1), ("mamba.A_log", 1), ("mamba.D", 1)];
+
+/// The name that a tensor of a layer has here, if it has no module of its own.
+pub(super) fn renamed(layer: &str, rest: &[&str]) -> Option<String> {
+    let name = match rest {
+        ["ssm_a"] => "A_log",
+        ["ssm_d"] => "D",
+        ["ssm_dt", "bias"] => "dt_bias",
+        _ => return None,
+    };
+    Some(format!("model.layers.{layer}.mamba.{name}"))
+}
+
+/// The tensors in the shapes that layers have, whatever dims of 1 and groups a converter has written.
+///
+/// # Errors
+/// If a tensor has another shape; it is named.
+pub(super) fn shaped(mut weights: Weights) -> Result<Weights> {
+    for (end, rank) in SHAPES {
+        let names: Vec<String> =
+            weights.names().filter(|name| name.ends_with(end)).map(str::to_owned).collect();
+        for name in names {
+            weights = match (weights.shape(&name)?.len(), rank) {
+                (2, 3) => weights.unsqueeze(&name, 1)?,
+                (2, 1) => weights.flatten(&name)?,
+                _ => weights,
+            };
+        }
+    }
+    Ok(weights)
+}
+
+/// Changes the fields to those that a `config.json` would have.
+///
+/// # Errors
+/// If a key is missing, or layers are unlike each other in a way that is not supported.
+pub(super) fn fields(
+    kind: &str,
+    metadata: &Metadata,
+    weights: &Weights,
+    fields: &mut Map<String, Value>,
+) -> Result<()> {
+    let has = |name: &str| weights.contains_tensor(name);
+    let number = |fields: &Map<String, Value>, name: &str| {
+        fields
+            .get(name)
+            .and_then(Value::as_u64)
+            .with_context(|| format!("there is no number for {name} of {kind}"))
+    };
+    let (inner, heads) = (number(fields, "ssm_inner_size")?, number(fields, "mamba_num_heads")?);
+    ensure!(
+        heads > 0 && inner.is_multiple_of(heads),
+        "{kind}.ssm.time_step_rank {heads} does not divide {kind}.ssm.inner_size {inner}"
+    );
+    fields.remove("ssm_inner_size");
+    fields.insert("mamba_head_dim".into(), json!(inner / heads));
+    let hidden = number(fields, "hidden_size")?.max(1);
+    let layers = number(fields, "num_hidden_layers")?.min(MOST_LAYERS as u64) as usize;
+    let of_layers = |name: &str| (0..layers).any(|layer| has(&format!("blk.{layer}.{name}")));
+    let biases = [of_layers("ssm_conv1d.bias"), of_layers("ssm_in.bias")];
+    let list = |fields: &Map<String, Value>, name: &str| match fields.get(name) {
+        Some(Value::Array(list)) => list.clone(),
+        Some(one) => vec![one.clone(); layers],
+        None => vec![json!(0); layers],
+    };
+    let (keys, inners) = (list(fields, "num_key_value_heads"), list(fields, "intermediate_size"));
+    let one_of = |name: &str, list: &[Value]| {
+        let mut others = list.iter().filter(|count| **count != json!(0));
+        let count = others.next().cloned().unwrap_or(json!(1));
+        ensure!(
+            others.all(|other| *other == count),
+            "{kind}: layers have unlike {name}, which is not supported"
+        );
+        Ok(count)
+    };
+    match kind {
+        "mamba2" => {
+            for (was, is) in [
+                ("mamba_head_dim", "head_dim"),
+                ("mamba_num_heads", "num_heads"),
+                ("ssm_state_size", "state_size"),
+            ] {
+                if let Some(value) = fields.remove(was) {
+                    fields.insert(is.into(), value);
+                }
+            }
+            fields.insert("expand".into(), json!(inner / hidden));
+            fields.remove("num_key_value_heads");
+        }
+        _ => {
+            fields.insert("num_key_value_heads".into(), one_of("numbers of key heads", &keys)?);
+            fields.insert("intermediate_size".into(), one_of("widths of feed-forward networks", &inners)?);
+            let kind_of = |(keys, inner): (&Value, &Value)| match (kind, *keys != json!(0)) {
+                (_, true) => "full_attention",
+                ("nemotron_h", _) if *inner != json!(0) => "mlp",
+                _ => "linear_attention",
+            };
+            fields.insert("layer_types".into(), keys.iter().zip(&inners).map(kind_of).collect());
+        }
+    }
+    match kind {
+        "granitehybrid" => {
+            for (was, is) in [
+                ("conv_kernel", "mamba_d_conv"),
+                ("mamba_head_dim", "mamba_d_head"),
+                ("mamba_num_heads", "mamba_n_heads"),
+                ("n_groups", "mamba_n_groups"),
+                ("ssm_state_size", "mamba_d_state"),
+                ("shared_expert_intermediate_size", "shared_intermediate_size"),
+            ] {
+                if let Some(value) = fields.remove(was) {
+                    fields.insert(is.into(), value);
+                }
+            }
+            fields.insert("mamba_expand".into(), json!(inner / hidden));
+            fields.insert("mamba_conv_bias".into(), json!(biases[0]));
+            fields.insert("mamba_proj_bias".into(), json!(biases[1]));
+            let turns = metadata.get("granitehybrid.rope.scaling.finetuned").and_then(plain);
+            let positions = if turns == Some(json!(true)) { json!("rope") } else { Value::Null };
+            fields.insert("position_embedding_type".into(), positions);
+            // Files without experts may leave out how many there are.
+            fields.entry("num_local_experts").or_insert(json!(0));
+            let width = fields.get("intermediate_size").cloned().unwrap_or_default();
+            fields.entry("shared_intermediate_size").or_insert(width);
+        }
+        _ => {
+            fields.insert("use_conv_bias".into(), json!(biases[0]));
+            fields.insert("use_bias".into(), json!(biases[1]));
+            if let Some(eps) = fields.remove("rms_norm_eps") {
+                fields.insert("layer_norm_epsilon".into(), eps);
+            }
+        }
+    }
+    Ok(())
+}
