@@ -159,11 +159,9 @@ impl Tools {
                     for key in ["$defs", "definitions"] {
                         if let Some(Value::Object(own)) =
                             schema.as_object_mut().and_then(|schema| schema.remove(key))
+                            && let Value::Object(all) = defs.entry(key).or_insert_with(|| json!({}))
                         {
-                            defs.entry(key)
-                                .or_insert_with(|| json!({}))
-                                .as_object_mut()
-                                .map(|all| all.extend(own));
+                            all.extend(own);
                         }
                     }
                     json!({

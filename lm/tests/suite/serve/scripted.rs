@@ -202,7 +202,7 @@ impl Drop for ScriptedServer {
     fn drop(&mut self) {
         self.over.store(true, Ordering::SeqCst);
         self.engine.take().map(JoinHandle::join);
-        self.front.take().map(Front::finish);
+        self.front.take().into_iter().for_each(Front::finish);
     }
 }
 
