@@ -7,8 +7,8 @@ use crate::config::Config;
 use crate::config::experts::StackNames;
 use crate::config::tensors::{EXPERTS, ExpertStack, LOGIT_BIAS, ROUTER};
 
-/// The router, and the stacked gates with the ups below them, of files that hold experts as transformers 5 does in memory.
-const ROUTER_IN_MEMORY: &str = "mlp.gate";
+/// The routers, and the stacked gates with the ups below them, of files that hold experts as transformers 5 does in memory.
+const ROUTERS_IN_MEMORY: [&str; 2] = ["mlp.gate", "block_sparse_moe.router"];
 pub(crate) const GATE_UP: &str = "mlp.experts.gate_up_proj";
 
 /// Stacks the experts of each layer, whose tensors files have by themselves, or gate and up in one. Nothing is read.
@@ -28,11 +28,12 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
             }
         }
         let layer = |parameter: &str| name.strip_suffix(&format!(".{parameter}"));
-        let weights = [names.router, ROUTER_IN_MEMORY].map(|router| format!("{router}.weight"));
+        let [first, second] = ROUTERS_IN_MEMORY;
+        let weights = [names.router, first, second].map(|router| format!("{router}.weight"));
         let biases = [names.bias.to_owned(), names.bias.replace("block_sparse_moe", "mlp")];
-        let layer_of = |names: [String; 2]| names.iter().find_map(|name| layer(name));
+        let layer_of = |names: &[String]| names.iter().find_map(|name| layer(name));
         let logits = layer(&format!("{}.bias", names.router)).filter(|_| experts.logit_bias);
-        match (layer_of(weights), layer_of(biases), logits) {
+        match (layer_of(&weights), layer_of(&biases), logits) {
             (Some(layer), ..) => format!("{layer}.{ROUTER}.weight"),
             (_, Some(layer), _) => format!("{layer}.{ROUTER}.bias"),
             (.., Some(layer)) => format!("{layer}.{LOGIT_BIAS}"),

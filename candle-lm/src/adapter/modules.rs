@@ -52,8 +52,9 @@ pub fn modules(config: &Config) -> Vec<LayerModule> {
     }
     for (name, parts) in config.fused() {
         let module = |tensor: &str| tensor.trim_end_matches(".weight").to_owned();
+        let stored: Vec<String> = parts.iter().map(|(part, _)| module(&config.stored_name(part))).collect();
         let parts: Vec<(String, usize)> = parts.iter().map(|(part, rows)| (module(part), *rows)).collect();
-        let is_part = |module: &LayerModule| parts.iter().any(|(part, _)| *part == module.path);
+        let is_part = |module: &LayerModule| stored.contains(&module.path);
         // The taps of convolutions are no module here.
         let Some(columns) = modules.iter().find(|one| is_part(one)).map(|one| one.shape[1]) else { continue };
         modules.retain(|one| !is_part(one));

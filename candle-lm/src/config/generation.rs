@@ -1,11 +1,12 @@
 //! What a model's `generation_config.json` says.
 
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::{Context, Result};
 use candle_shard::regular;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::TokenIds;
 use super::fields::shortened;
@@ -59,7 +60,8 @@ impl GenerationConfig {
     }
 
     fn parse(text: &str) -> Result<Self> {
-        let fields: Map<String, Value> = serde_json::from_str(text)?;
+        // In the order of their names, whatever order JSON objects keep.
+        let fields: BTreeMap<String, Value> = serde_json::from_str(text)?;
         let ends = fields
             .get("eos_token_id")
             .map(|value| TokenIds::read("eos_token_id", value))

@@ -130,7 +130,7 @@ pub(super) fn fields(
             fields.insert("mamba_conv_bias".into(), json!(biases[0]));
             fields.insert("mamba_proj_bias".into(), json!(biases[1]));
             let turns = metadata.get("granitehybrid.rope.scaling.finetuned").and_then(plain);
-            let positions = if turns == Some(json!(true)) { json!("rope") } else { Value::Null };
+            let positions = if turns == Some(json!(false)) { Value::Null } else { json!("rope") };
             fields.insert("position_embedding_type".into(), positions);
             // Files without experts may leave out how many there are.
             fields.entry("num_local_experts").or_insert(json!(0));

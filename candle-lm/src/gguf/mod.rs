@@ -73,7 +73,7 @@ const ARCHITECTURES: [(&str, &str, bool); 41] = [
     (latent::MISTRAL, "mistral4", false),
     ("granitehybrid", "granitemoehybrid", true),
     ("mamba2", "mamba2", false),
-    ("nemotron_h", "nemotron_h", false),
+    ("nemotron_h", "nemotron_h", true),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
@@ -177,6 +177,9 @@ const NORMS: [&str; 4] = ["attn_norm", "post_attention_norm", "ffn_norm", "post_
 /// The norms of queries and keys.
 const QK_NORMS: [&str; 2] = ["attn_q_norm", "attn_k_norm"];
 
+/// The family whose files of the Hub alone have gates and ups in one.
+const GRANITE_4: &str = "granitemoehybrid";
+
 /// The taps of a short convolution, which files have without the dim of inputs of a channel.
 const CONV: &str = "conv.conv";
 
@@ -256,7 +259,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     } else if has("blk.0.attn_output.bias") {
         fields.insert("attention_bias".into(), json!(true));
     }
-    if has("blk.0.ffn_up.bias") {
+    if weights.names().any(|name| name.starts_with("blk.") && name.ends_with(".ffn_up.bias")) {
         fields.insert("mlp_bias".into(), json!(true));
     }
     fields.entry("rope_theta").or_insert(json!(10_000.0));
@@ -281,6 +284,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     if ["exaone4", "mistral3"].contains(&kind.as_str()) {
         // A file without a window has none, unlike a config.
         fields.entry("sliding_window").or_insert(Value::Null);
+    }
+    if ["granite", "granitemoe"].contains(&kind.as_str()) {
+        granite(&mut fields);
     }
     rope::fields(kind, metadata, (weights, has_values), &mut fields)?;
     match latent::is_kind(kind) {
@@ -324,9 +330,17 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         (config.parts.pairs, config.parts.permuted) = (RopePairs::Neighbors, true);
     }
     rope::read_factors(&mut config, (weights, has_values))?;
+    // llama.cpp takes this key as a switch in files of Granite.
+    if ["granite", "granitemoe"].contains(&kind.as_str())
+        && own("rope.scaling.finetuned").and_then(plain) == Some(json!(false))
+    {
+        config.parts.rotary = vec![false; config.num_hidden_layers];
+    }
     let (dim, turned) = (config.heads().dim, config.rotary_width());
     let value = config.parts.latent.is_none().then_some(("attention.value_length", dim));
-    for (key, width) in value.into_iter().chain([("rope.dimension_count", turned)]) {
+    let is_turned = (0..config.num_hidden_layers).any(|layer| config.parts.is_rotary(layer));
+    let rotary = is_turned.then_some(("rope.dimension_count", turned));
+    for (key, width) in value.into_iter().chain(rotary) {
         ensure!(
             number(key).is_none_or(|n| n as usize == width),
             "{kind}.{key} is not {width}, the width of a head that is {dim} wide, which is not supported"
@@ -344,6 +358,23 @@ fn gemma(kind: &str, fields: &mut Map<String, Value>, number: &dyn Fn(&str) -> O
     fields.insert("query_pre_attn_scalar".into(), json!(scalar));
     fields.insert("hidden_activation".into(), json!("gelu_pytorch_tanh"));
     Ok(())
+}
+
+/// What converters write into files of Granite 4 whose layers all have attention: keys of layers that are not there, and a number of key
+/// heads for each layer.
+fn granite(fields: &mut Map<String, Value>) {
+    if let Some(Value::Array(heads)) = fields.get("num_key_value_heads")
+        && let Some(first) = heads.first().filter(|first| heads.iter().all(|one| one == *first)).cloned()
+    {
+        fields.insert("num_key_value_heads".into(), first);
+    }
+    for name in ["conv_kernel", "ssm_inner_size", "mamba_num_heads", "n_groups", "ssm_state_size"] {
+        fields.remove(name);
+    }
+    if !fields.contains_key("num_local_experts") {
+        fields.remove("shared_expert_intermediate_size");
+        fields.remove("shared_intermediate_size");
+    }
 }
 
 /// The list of layers with a window, where it is written.
@@ -402,7 +433,10 @@ pub(crate) fn renamed(name: &str, config: &Config) -> String {
         (_, Some(at)) => {
             return format!("model.layers.{layer}.self_attn.{}.{parameter}", parts.qk_norm.names()[at]);
         }
-        _ if module == "ffn_up" && parts.fused.contains(&FUSED_GATE) => Some(FUSED_GATE),
+        // A converter takes the two of Granite 4 apart.
+        _ if module == "ffn_up" && parts.fused.contains(&FUSED_GATE) && config.family != GRANITE_4 => {
+            Some(FUSED_GATE)
+        }
         _ => MODULES.iter().find(|(gguf, _)| *gguf == module).map(|(_, hub)| *hub),
     };
     match hub {

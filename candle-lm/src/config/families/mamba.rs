@@ -89,7 +89,7 @@ const MAMBA2: [(&str, FieldRule); 18] = joined(
     ],
 );
 
-const NEMOTRON_H: [(&str, FieldRule); 37] = joined(
+const NEMOTRON_H: [(&str, FieldRule); 39] = joined(
     STATES,
     [
         ("layer_types", Used),
@@ -110,12 +110,14 @@ const NEMOTRON_H: [(&str, FieldRule); 37] = joined(
         ("norm_topk_prob", Harmless),
         ("num_experts_per_tok", Harmless),
         ("num_logits_to_keep", Harmless),
+        ("num_query_groups", Harmless),
         // Layers that predict further tokens, which are left out.
         ("mtp_layers_block_type", Harmless),
         ("num_nextn_predict_layers", Harmless),
         ("output_router_logits", Harmless),
         ("routed_scaling_factor", Harmless),
         ("time_step_limit", Used),
+        ("time_step_rank", Harmless),
         ("topk_group", Harmless),
         ("use_mamba_kernels", Harmless),
     ],

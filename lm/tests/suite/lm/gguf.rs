@@ -146,14 +146,6 @@ fn converted(config: &Config) -> HashMap<String, Tensor> {
             tensors.insert(name.unwrap_or_else(|| format!("{part}.weight")), rows);
         }
     }
-    // Files have the gate and the up of a network for all tokens apart.
-    for (name, parts) in config.fused().into_iter().filter(|(name, _)| name.contains("shared_experts")) {
-        let (whole, mut first) = (tensors.remove(&config.stored_name(&name)).unwrap(), 0);
-        for (part, rows) in parts {
-            tensors.insert(part, whole.narrow(0, first, rows).unwrap());
-            first += rows;
-        }
-    }
     for (name, _) in config.tensors() {
         if let Some(parts) = config.unstacked(&name) {
             let parts: Vec<Tensor> = parts.iter().map(|part| tensors.remove(part).unwrap()).collect();
@@ -208,7 +200,8 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
     };
     let (is_gemma, is_permuted) = (
         ["gemma2", "gemma3"].contains(&kind),
-        ["llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee"].contains(&kind),
+        ["llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee", "nemotron_h"]
+            .contains(&kind),
     );
     let heads = config.heads();
     let mut tensors: HashMap<String, QTensor> = HashMap::new();
@@ -586,10 +579,16 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         }
         if config["model_type"] == "mistral4" {
             config["rope_parameters"].as_object_mut().unwrap().remove("partial_rotary_factor");
+            // A router would choose other experts for what blocks round off.
+            config["num_experts_per_tok"] = config["n_routed_experts"].clone();
+            config["topk_group"] = config["n_group"].clone();
         }
         if config["model_type"] == "lfm2_moe" {
             // Convolutions multiply what blocks round off, and a router would choose other experts.
             config["num_experts_per_tok"] = config["num_experts"].clone();
+        }
+        if config["model_type"] == "granitemoehybrid" && config["num_local_experts"] != json!(0) {
+            config["num_experts_per_tok"] = config["num_local_experts"].clone();
         }
         if config.get("swiglu_limit").is_some() {
             // What llama.cpp computes.
