@@ -368,6 +368,24 @@ fn a_full_queue_refuses_and_deadlines_end_requests() {
 }
 
 #[test]
+fn a_text_whose_prompt_is_not_read_at_its_deadline_fails() {
+    with_llama(1, options(2, 1), QueueLimits::default(), |queue| {
+        // Passes of 50 ms, with one token of a prompt each.
+        let constraint = Some(Box::new(Slow(Duration::from_millis(50), vec![5])) as Box<dyn TokenConstraint>);
+        let beside = ServeRequest { constraint, ..ServeRequest::new(vec![1, 2], 40) };
+        let mut beside = queue.submit(beside).unwrap();
+        assert!(matches!(beside.next_event(MOMENT), Some(TokenEvent::Begun { .. })));
+        let deadline = Some(Instant::now() + Duration::from_millis(400));
+        let mut late = queue.submit(ServeRequest { deadline, ..ServeRequest::new(vec![7; 40], 3) }).unwrap();
+        while queue.status().running < 2 {
+            assert!(!late.is_ended(), "it has a slot within 400 ms");
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(read(&mut late), (vec![], 0, TokenEvent::Failed(RequestError::Deadline)));
+    });
+}
+
+#[test]
 fn streams_that_are_dropped_free_their_slots() {
     with_llama(2, options(2, 8), QueueLimits::default(), |queue| {
         let streams: Vec<RequestStream> = (0..6).map(|i| queue.submit(slow(&[i], 40)).unwrap()).collect();
