@@ -170,6 +170,9 @@ impl RequestText {
             guarded(|| constraint.accept(token))?;
         }
         let (events, at) = (&self.events, Instant::now());
+        if let Some(logprob) = told.clone().filter(|_| self.ends.contains(&token)) {
+            events.send(TokenEvent::EndToken { token, logprob });
+        }
         let stop = self.writer.take(token, &self.ends, |token| {
             events.send(TokenEvent::Token { token, logprob: told, at });
             Ok(true)
@@ -223,6 +226,7 @@ fn logprob(logits: &[f32], token: u32, count: usize) -> Result<TokenLogprob, Req
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::{LEAST_LOGPROB, RequestText, TextProgress, WaitingRequest, logprob};
+    use crate::generate::Stop;
     use crate::serve::stream::{TokenEvent, channel};
     use crate::serve::{RequestError, ServeRequest, TokenMask};
     use std::collections::BTreeSet;
@@ -252,6 +256,21 @@ mod tests {
         }
         assert_eq!(biased(&[0.0, f32::MAX, 1.0]).0, TextProgress::Wrote(1));
         assert_eq!(biased(&[0.5, f32::NEG_INFINITY, 0.0]).0, TextProgress::Wrote(0));
+    }
+
+    #[test]
+    fn the_token_that_ends_a_text_is_told_with_its_log_probability() {
+        for logprobs in [None, Some(1)] {
+            let (_, events) =
+                passed(ServeRequest { logprobs, ..ServeRequest::new(vec![0], 3) }, &[0.0, 0.0, 9.0]);
+            match (logprobs, &events[..]) {
+                (None, [TokenEvent::Ended(Stop::End)]) => {}
+                (Some(_), [TokenEvent::EndToken { token: 2, logprob }, TokenEvent::Ended(Stop::End)]) => {
+                    assert!(logprob.logprob > -0.01 && logprob.top == [(2, logprob.logprob)], "{logprob:?}");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
     }
 
     #[test]

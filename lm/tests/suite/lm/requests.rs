@@ -193,6 +193,9 @@ impl Case {
                         assert_eq!(logprob.is_some(), plan.has_logprobs);
                         assert!(logprob.is_none_or(|told| told.top.len() == 2 && told.logprob <= 0.0));
                     }
+                    TokenEvent::EndToken { token, .. } => {
+                        assert!(plan.has_logprobs && self.files.ends.contains(&token));
+                    }
                     TokenEvent::Ended(end) => {
                         if (&*tokens, end) != (want, *stop) {
                             wrong += 1;
