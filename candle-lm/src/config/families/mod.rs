@@ -119,7 +119,7 @@ pub(in crate::config) fn plain(fields: Map<String, Value>) -> Result<Map<String,
     match fields.get("model_type").and_then(Value::as_str) {
         Some("gpt_oss") => Ok(openai::plain(fields)),
         Some("granitemoehybrid") => Ok(granite::plain(fields)),
-        Some("lfm2") => lfm2::plain(fields),
+        Some("lfm2" | "lfm2_moe") => lfm2::plain(fields),
         Some("mamba2") => Ok(mamba::mamba2(fields)),
         Some("nemotron_h") => mamba::nemotron_h(fields),
         _ => Ok(fields),
