@@ -503,10 +503,9 @@ mod tests {
             }
             let mut pass = || {
                 let plan = scheduler.plan();
-                plan.rows
-                    .iter()
-                    .filter(|rows| rows.is_next)
-                    .for_each(|rows| drop(scheduler.end(rows.slot, true)));
+                for rows in plan.rows.iter().filter(|rows| rows.is_next) {
+                    scheduler.end(rows.slot, true);
+                }
                 let spans = plan.step.spans().iter();
                 (spans.map(|span| (span.slot, span.tokens, span.rows)).collect::<Vec<_>>(), plan.step.rows())
             };

@@ -298,11 +298,12 @@ impl RequestQueue {
         if pass.is_some() || (was_idle && state.status.running > 0) {
             state.last_pass = Some(Instant::now());
         }
-        if let Some((prompt, seconds)) = pass {
-            if prompt > 0 && seconds > 0.0 {
-                let now = prompt as f64 / seconds;
-                state.speed = Some(state.speed.map_or(now, |speed| 0.9 * speed + 0.1 * now));
-            }
+        if let Some((prompt, seconds)) = pass
+            && prompt > 0
+            && seconds > 0.0
+        {
+            let now = prompt as f64 / seconds;
+            state.speed = Some(state.speed.map_or(now, |speed| 0.9 * speed + 0.1 * now));
         }
     }
 
