@@ -194,8 +194,8 @@ impl<T> Scheduler<T> {
     /// The next pass: the next token of each text whose prompt is read, and a chunk of the prompts, the
     /// oldest text first.
     ///
-    /// A prompt is computed at once where its positions depend on its length, and up to the length behind which
-    /// they do not.
+    /// A prompt is computed at once where its positions depend on its length, and up to the length behind
+    /// which they do not.
     pub(crate) fn plan(&mut self) -> PassPlan {
         // What copies can have: the tokens that are there before the pass.
         let mut kept: Vec<usize> = self.slots.iter().map(|slot| slot.cached.len()).collect();

@@ -86,8 +86,8 @@ pub struct ServeStatus {
     pub written_tokens: u64,
     /// The requests that have ended so far, failed and cancelled ones too.
     pub ended: u64,
-    /// The time since the last pass ended, or since the first request behind a pause got its slot; `None` before
-    /// the first one.
+    /// The time since the last pass ended, or since the first request behind a pause got its slot; `None`
+    /// before the first one.
     pub since_pass: Option<Duration>,
     /// Whether new requests are refused because the server is about to end.
     pub is_draining: bool,

@@ -31,8 +31,8 @@ pub enum TokenEvent {
         /// When it was chosen.
         at: Instant,
     },
-    /// This token ends the text, and is no part of it. It is told with its log-probability if that was asked for,
-    /// and not at all otherwise.
+    /// This token ends the text, and is no part of it. It is told with its log-probability if that was asked
+    /// for, and not at all otherwise.
     EndToken {
         /// The token.
         token: u32,

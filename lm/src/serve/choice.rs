@@ -66,8 +66,8 @@ pub(super) struct Choice {
     reader: ReplyReader,
     has_markers: bool,
     tells_tokens: bool,
-    /// Whether the token that ends the text is told and counted: who scores texts reads as many log-probabilities
-    /// as tokens that were asked for.
+    /// Whether the token that ends the text is told and counted: who scores texts reads as many
+    /// log-probabilities as tokens that were asked for.
     tells_end: bool,
     echo: Option<Vec<u32>>,
     offset: usize,
