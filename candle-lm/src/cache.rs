@@ -320,21 +320,35 @@ impl Cache {
 /// # Errors
 /// If a slot has not, or lacks the tokens of a prefix.
 pub(crate) fn begin(slots: &mut [Cache], spans: &[SlotTokens]) -> Result<()> {
-    // Copies are those of what was there before the step.
     let copy = |span: &SlotTokens| match span.past {
-        SlotPast::Prefix { slot, tokens } if slot != span.slot => Some(slots[slot].prefix(tokens)),
+        SlotPast::Prefix { slot, tokens } if slot != span.slot => Some((span.slot, slot, tokens)),
         _ => None,
     };
-    let copies = spans.iter().map(|span| copy(span).transpose()).collect::<Result<Vec<_>>>()?;
-    for (SlotTokens { slot, tokens, past, .. }, copied) in spans.iter().zip(copies) {
+    let mut copies: Vec<(usize, usize, usize)> = spans.iter().filter_map(copy).collect();
+    // What nobody copies from goes first: copies are those of what was there before the step, and a slot is never
+    // there twice.
+    let is_source = |copies: &[(usize, usize, usize)], slot| copies.iter().any(|&(_, from, _)| from == slot);
+    for span in spans.iter().filter(|span| span.past == SlotPast::Nothing && !is_source(&copies, span.slot)) {
+        slots[span.slot].forget();
+    }
+    while let Some(next) = copies.iter().position(|&(slot, ..)| !is_source(&copies, slot)) {
+        let (slot, from, tokens) = copies.swap_remove(next);
+        slots[slot].forget();
+        slots[slot] = slots[from].prefix(tokens)?;
+    }
+    // Those that copy from each other in a ring are there twice.
+    let ring = copies.iter().map(|&(slot, from, tokens)| Ok((slot, slots[from].prefix(tokens)?)));
+    for (slot, copied) in ring.collect::<Result<Vec<_>>>()? {
+        slots[slot] = copied;
+    }
+    for SlotTokens { slot, tokens, past, .. } in spans {
         let cache = &mut slots[*slot];
-        match (copied, past) {
-            (Some(copied), _) => *cache = copied,
-            (None, SlotPast::Nothing) => cache.forget(),
-            (None, SlotPast::Prefix { tokens, .. }) if *tokens != cache.len => {
+        match past {
+            SlotPast::Nothing => cache.forget(),
+            SlotPast::Prefix { slot: from, tokens } if from == slot && *tokens != cache.len => {
                 cache.cut_back(*tokens)?;
             }
-            (None, SlotPast::Prefix { .. } | SlotPast::All) => {}
+            SlotPast::Prefix { .. } | SlotPast::All => {}
         }
         if cache.len + tokens > cache.room {
             let Cache { len, room, .. } = cache;
@@ -359,4 +373,62 @@ pub(crate) fn turns<'a>(slots: &'a mut [Cache], layer: usize, spans: &[SlotToken
 /// Takes note that all layers have the new tokens.
 pub(crate) fn advance(slots: &mut [Cache], spans: &[SlotTokens]) {
     spans.iter().for_each(|span| slots[span.slot].len += span.tokens);
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::{Cache, LayerCache, TOKENS, begin};
+    use crate::step::{SlotPast, SlotTokens};
+    use candle_core::{Device, Tensor};
+    use candle_dist::World;
+    use candle_shard::{DTensor, Replicate, Result};
+
+    #[test]
+    fn copies_are_those_of_what_was_there_before_the_step() {
+        let of = |slot, tokens| SlotPast::Prefix { slot, tokens };
+        // What each of four slots begins with: a chain, two copies and a cut of one slot, a ring, one that is forgotten.
+        let cases = [
+            ([of(1, 2), of(2, 3), SlotPast::Nothing, SlotPast::All], ["11", "222", "", "3333"]),
+            ([SlotPast::Nothing, of(0, 4), of(0, 1), of(3, 2)], ["", "0000", "0", "33"]),
+            ([of(1, 1), of(2, 2), of(0, 3), of(0, 4)], ["1", "22", "000", "0000"]),
+            ([of(0, 1), of(0, 3), of(3, 2), of(2, 1)], ["0", "000", "33", "2"]),
+        ];
+        World::threads(1)
+            .run(|ctx| -> Result<()> {
+                let mesh = ctx.mesh(&[("tp", 1)])?;
+                for (past, want) in cases {
+                    let filled = |slot: usize| -> Result<Cache> {
+                        let mut cache = Cache::new(1, 8);
+                        let keys = Tensor::full(slot as f32, (1, 1, 4, 1), &Device::Cpu)?;
+                        let keys = DTensor::distribute(&keys, &mesh, &[Replicate])?;
+                        if let LayerCache::All(layer) = &mut cache.layers[0] {
+                            layer.append(&keys, &keys)?;
+                        }
+                        cache.len = 4;
+                        Ok(cache)
+                    };
+                    let mut slots = (0..4).map(filled).collect::<Result<Vec<_>>>()?;
+                    let span = |(slot, past)| SlotTokens { slot, tokens: 1, past, rows: 1 };
+                    let spans: Vec<SlotTokens> = past.into_iter().enumerate().map(span).collect();
+                    begin(&mut slots, &spans)?;
+                    for (cache, want) in slots.iter().zip(want) {
+                        let LayerCache::All(layer) = &cache.layers[0] else {
+                            panic!("a cache of all tokens")
+                        };
+                        let text = match layer.k()? {
+                            Some(keys) => {
+                                assert_eq!(keys.dims()[TOKENS], cache.len);
+                                let keys = keys.to_local().flatten_all()?.to_vec1::<f32>()?;
+                                keys.iter().map(f32::to_string).collect()
+                            }
+                            None => String::new(),
+                        };
+                        assert_eq!((text.as_str(), cache.len), (want, want.len()), "{past:?}");
+                    }
+                }
+                Ok(())
+            })
+            .unwrap();
+    }
 }

@@ -154,8 +154,11 @@ impl Sampler {
         }
         let most = f64::from(most);
         let weight = |&logit: &f32| ((f64::from(logit) - most) / self.sampling.temperature).exp();
-        let mut weights: Vec<(u32, f64)> = (0..).zip(logits.iter().map(weight)).collect();
+        let weights = (0..).zip(logits.iter().map(weight));
+        // What a grammar forbids, or is far too unlikely, has no weight.
+        let mut weights: Vec<(u32, f64)> = weights.filter(|&(_, weight)| weight > 0.0).collect();
         let Sampling { top_p, top_k, min_p, .. } = self.sampling;
+        let top_k = if top_k < weights.len() { top_k } else { 0 };
         let mut total: f64 = weights.iter().map(|(_, weight)| weight).sum();
         if top_p < 1.0 || top_k > 0 {
             sort_most(&mut weights, |most| match top_k {
@@ -316,6 +319,21 @@ mod tests {
             sort_most(&mut most, |most| most.len() >= count);
             assert!(most.len() >= count.min(5003) && most[..] == sorted[..most.len()], "{count}");
             assert!(count > 10 || most.len() < 1000, "{count}: {}", most.len());
+        }
+    }
+
+    #[test]
+    fn a_top_k_above_the_tokens_that_may_follow_takes_all_of_them_and_no_other() {
+        let mut logits = vec![f32::NEG_INFINITY; 300_000];
+        (0..3).for_each(|i| logits[i * 100_000] = i as f32);
+        let logits = Tensor::new(logits, &Device::Cpu).unwrap();
+        for top_k in [3, 50, 300_000, usize::MAX] {
+            let sampling = Sampling { temperature: 1.0, top_k, seed: 1, ..Sampling::default() };
+            let mut sampler = Sampler::new(sampling);
+            let began = std::time::Instant::now();
+            let drawn: BTreeSet<u32> = (0..50).map(|_| sampler.next(&logits).unwrap()).collect();
+            assert_eq!(drawn, [0, 100_000, 200_000].into(), "{top_k}");
+            assert!(began.elapsed().as_secs() < 20, "{:?}", began.elapsed());
         }
     }
 

@@ -4,6 +4,9 @@ use crate::cache::Cache;
 use crate::config::Config;
 use crate::step::{DecodeStep, SlotPast};
 
+/// The most tokens of prompts in a pass of which all logits are wanted: rank 0 reads the logits of each.
+const MOST_SCORED: usize = 32;
+
 /// The slots of the cache, and the texts in them, which carry a `T` each.
 ///
 /// A text is admitted into a free slot, its prompt is read in chunks, and then it grows token by token. What
@@ -191,7 +194,8 @@ impl<T> Scheduler<T> {
     /// The next pass: the next token of each text whose prompt is read, and a chunk of the prompts, the
     /// oldest text first.
     ///
-    /// A prompt is computed at once where its positions depend on its length.
+    /// A prompt is computed at once where its positions depend on its length, and up to the length behind
+    /// which they do not.
     pub(crate) fn plan(&mut self) -> PassPlan {
         // What copies can have: the tokens that are there before the pass.
         let mut kept: Vec<usize> = self.slots.iter().map(|slot| slot.cached.len()).collect();
@@ -212,19 +216,30 @@ impl<T> Scheduler<T> {
             }
         }
         reading.sort_unstable();
-        let mut left = self.chunk;
+        let (mut left, mut scored) = (self.chunk, MOST_SCORED);
         for (_, at) in reading {
             if left == 0 {
                 break;
             }
+            let is_scored = |text: &SlotText<T>| text.wants_all && text.tokens.len() == text.prompt;
+            let is_scored = self.slots[at].text.as_ref().is_some_and(is_scored);
+            if is_scored && scored == 0 {
+                continue;
+            }
             let past = self.begin(at, &mut kept);
             let CacheSlot { cached, text: Some(text), .. } = &self.slots[at] else { continue };
             let (read, length) = (cached.len(), text.tokens.len());
-            let mut count = (length - read).min(left);
-            if self.config.turns_by_length(text.prompt) || self.config.turns_anew(read + count, length) {
+            let mut count = (length - read).min(left).min(if is_scored { scored } else { left });
+            if self.config.turns_by_length(text.prompt) {
                 count = length - read;
             }
+            while self.config.turns_anew(read + count, length) {
+                count += 1;
+            }
             left = left.saturating_sub(count);
+            if is_scored {
+                scored = scored.saturating_sub(count);
+            }
             spans[at] = Some((past, count));
         }
         self.planned(&spans, self.chunk - left)
@@ -476,6 +491,33 @@ mod tests {
             &[(0, 1), (1, 1), (2, 2)],
         ];
         assert_eq!(told, want);
+    }
+
+    #[test]
+    fn few_tokens_of_prompts_are_scored_in_a_pass() {
+        for (config, first, most) in [(random_model::config(), 32, 32), (longrope(40), 41, 50)] {
+            let mut scheduler = Scheduler::new(&config, 3, ROOM, 100);
+            for (at, wants_all) in [true, true, false].into_iter().enumerate() {
+                let prompt = vec![at as u32; 50];
+                scheduler.admit(NewText { prompt, salt: 0, wants_all, carried: at });
+            }
+            let mut pass = || {
+                let plan = scheduler.plan();
+                for rows in plan.rows.iter().filter(|rows| rows.is_next) {
+                    scheduler.end(rows.slot, true);
+                }
+                let spans = plan.step.spans().iter();
+                (spans.map(|span| (span.slot, span.tokens, span.rows)).collect::<Vec<_>>(), plan.step.rows())
+            };
+            // One that is not scored waits for none that is.
+            assert_eq!(pass(), (vec![(0, first, first), (2, 50, 1)], first + 1));
+            let mut read = [first, 0];
+            while read != [50, 50] {
+                let (spans, rows) = pass();
+                assert!(rows <= most && !spans.is_empty(), "{spans:?}");
+                spans.iter().for_each(|&(slot, tokens, _)| read[slot] += tokens);
+            }
+        }
     }
 
     #[test]

@@ -95,6 +95,9 @@ const TOP: usize = 20;
 
 /// The tokens with the largest logits, as many as `count`, the largest first.
 pub(crate) fn top(logits: &[f32], count: usize) -> Vec<(u32, f32)> {
+    if count == 0 {
+        return Vec::new();
+    }
     let mut all: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).collect();
     let order = |(a, x): &(u32, f32), (b, y): &(u32, f32)| y.total_cmp(x).then(a.cmp(b));
     if let Some(last) = count.checked_sub(1).filter(|&last| last < all.len()) {

@@ -121,8 +121,8 @@ mod tests {
             r#"{"do_sample": true, "top_k": 50, "min_p": 0.1, "typical_p": 1.0, "eta_cutoff": 0.0, "top_p": 0.9}"#,
         );
         assert_eq!(samples.unmet.len(), 2, "{samples:?}");
-        for (unmet, want) in samples.unmet.iter().zip(["min_p 0.1", "top_k 50"]) {
-            assert!(unmet.contains(want), "{unmet}");
+        for want in ["min_p 0.1", "top_k 50"] {
+            assert!(samples.unmet.iter().any(|unmet| unmet.contains(want)), "{samples:?}");
         }
         for wrong in [r#"{"eos_token_id": "</s>"}"#, r#"{"eos_token_id": [-1]}"#, "[]"] {
             assert!(GenerationConfig::parse(wrong).is_err(), "{wrong}");

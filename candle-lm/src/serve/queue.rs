@@ -86,7 +86,8 @@ pub struct ServeStatus {
     pub written_tokens: u64,
     /// The requests that have ended so far, failed and cancelled ones too.
     pub ended: u64,
-    /// The time since the last pass ended, if there was one.
+    /// The time since the last pass ended, or since the first request behind a pause got its slot; `None`
+    /// before the first one.
     pub since_pass: Option<Duration>,
     /// Whether new requests are refused because the server is about to end.
     pub is_draining: bool,
@@ -118,9 +119,9 @@ pub(super) enum QueueMode {
 #[derive(Debug)]
 struct QueueContents {
     limits: QueueLimits,
-    /// The requests of each salt, the oldest first.
+    /// The requests of each client, the oldest first.
     waiting: BTreeMap<u64, VecDeque<WaitingRequest>>,
-    /// The salts that have some, in the order of their turns.
+    /// The clients that have some, in the order of their turns.
     turns: VecDeque<u64>,
     requests: usize,
     tokens: usize,
@@ -128,6 +129,7 @@ struct QueueContents {
     mode: QueueMode,
     /// What the engine tells.
     status: ServeStatus,
+    /// When the last pass ended, or a pause.
     last_pass: Option<Instant>,
     /// The tokens of prompts that are read in a second, as far as it is known.
     speed: Option<f64>,
@@ -141,7 +143,7 @@ struct SharedQueue {
 
 /// Requests on their way to the engine. It is cheap to clone, and all clones are one queue.
 ///
-/// Requests of one salt are served in the order in which they came. Salts take turns.
+/// Requests of one client are served in the order in which they came. Clients take turns.
 ///
 /// ```
 /// use candle_lm::serve::{QueueLimits, RequestQueue, ServeRequest, SubmitError};
@@ -291,13 +293,17 @@ impl RequestQueue {
     /// Tells what the engine did in a pass, which read `prompt` tokens of prompts in `seconds`.
     pub(super) fn tell(&self, tell: impl FnOnce(&mut ServeStatus), pass: Option<(usize, f64)>) {
         let mut state = self.0.state.lock();
+        let was_idle = state.status.running == 0;
         tell(&mut state.status);
-        if let Some((prompt, seconds)) = pass {
+        if pass.is_some() || (was_idle && state.status.running > 0) {
             state.last_pass = Some(Instant::now());
-            if prompt > 0 && seconds > 0.0 {
-                let now = prompt as f64 / seconds;
-                state.speed = Some(state.speed.map_or(now, |speed| 0.9 * speed + 0.1 * now));
-            }
+        }
+        if let Some((prompt, seconds)) = pass
+            && prompt > 0
+            && seconds > 0.0
+        {
+            let now = prompt as f64 / seconds;
+            state.speed = Some(state.speed.map_or(now, |speed| 0.9 * speed + 0.1 * now));
         }
     }
 
@@ -365,24 +371,24 @@ impl QueueContents {
     }
 
     fn push(&mut self, waiting: WaitingRequest) {
-        let salt = waiting.request.cache_salt;
+        let client = waiting.request.client;
         self.requests += 1;
         self.tokens += waiting.request.prompt.len();
-        let of_salt = self.waiting.entry(salt).or_default();
-        if of_salt.is_empty() {
-            self.turns.push_back(salt);
+        let of_client = self.waiting.entry(client).or_default();
+        if of_client.is_empty() {
+            self.turns.push_back(client);
         }
-        of_salt.push_back(waiting);
+        of_client.push_back(waiting);
     }
 
     fn take(&mut self) -> Option<WaitingRequest> {
-        let salt = self.turns.pop_front()?;
-        let of_salt = self.waiting.get_mut(&salt)?;
-        let taken = of_salt.pop_front()?;
-        if of_salt.is_empty() {
-            self.waiting.remove(&salt);
+        let client = self.turns.pop_front()?;
+        let of_client = self.waiting.get_mut(&client)?;
+        let taken = of_client.pop_front()?;
+        if of_client.is_empty() {
+            self.waiting.remove(&client);
         } else {
-            self.turns.push_back(salt);
+            self.turns.push_back(client);
         }
         self.requests -= 1;
         self.tokens -= taken.request.prompt.len();
@@ -393,8 +399,8 @@ impl QueueContents {
     fn sweep(&mut self, now: Instant) {
         let (mut requests, mut tokens) = (0, 0);
         let mut ended = 0;
-        for of_salt in self.waiting.values_mut() {
-            of_salt.retain(|WaitingRequest { request, events }| {
+        for of_client in self.waiting.values_mut() {
+            of_client.retain(|WaitingRequest { request, events }| {
                 let is_late = request.deadline.is_some_and(|deadline| deadline <= now);
                 if is_late {
                     events.send(TokenEvent::Failed(RequestError::Deadline));
@@ -411,9 +417,9 @@ impl QueueContents {
         }
         (self.requests, self.tokens) = (requests, tokens);
         self.status.ended += ended;
-        self.waiting.retain(|_, of_salt| !of_salt.is_empty());
+        self.waiting.retain(|_, of_client| !of_client.is_empty());
         let waiting = &self.waiting;
-        self.turns.retain(|salt| waiting.contains_key(salt));
+        self.turns.retain(|client| waiting.contains_key(client));
     }
 }
 
@@ -431,15 +437,16 @@ mod tests {
         queue
     }
 
-    fn salted(salt: u64, tokens: usize) -> ServeRequest {
-        ServeRequest { cache_salt: salt, ..ServeRequest::new(vec![1; tokens], 4) }
+    fn of_client(client: u64, tokens: usize) -> ServeRequest {
+        // A salt of its own for each request buys no turns.
+        ServeRequest { client, cache_salt: tokens as u64, ..ServeRequest::new(vec![1; tokens], 4) }
     }
 
     #[test]
     fn what_cannot_work_is_refused_with_a_reason() {
         let queue = opened(QueueLimits::default());
         let of = |change: fn(&mut ServeRequest)| {
-            let mut request = salted(0, 3);
+            let mut request = of_client(0, 3);
             change(&mut request);
             queue.submit(request).err()
         };
@@ -465,30 +472,48 @@ mod tests {
     #[test]
     fn a_full_queue_refuses_until_some_leave() {
         let queue = opened(QueueLimits { requests: 3, tokens: 20 });
-        let first = queue.submit(salted(0, 30)).unwrap();
+        let first = queue.submit(of_client(0, 30)).unwrap();
         // One may wait whatever it has, but no token more.
-        assert!(matches!(queue.submit(salted(0, 1)), Err(SubmitError::Full { waiting: 1, .. })));
+        assert!(matches!(queue.submit(of_client(0, 1)), Err(SubmitError::Full { waiting: 1, .. })));
         drop(first);
-        let kept: Vec<RequestStream> = (0..3).map(|_| queue.submit(salted(0, 5)).unwrap()).collect();
-        match queue.submit(salted(1, 1)) {
+        let kept: Vec<RequestStream> = (0..3).map(|_| queue.submit(of_client(0, 5)).unwrap()).collect();
+        match queue.submit(of_client(1, 1)) {
             Err(SubmitError::Full { waiting: 3, retry_after }) => {
                 assert!((1..=120).contains(&retry_after.as_secs()));
             }
             other => panic!("{other:?}"),
         }
         drop(kept);
-        queue.submit(salted(1, 1)).unwrap();
+        queue.submit(of_client(1, 1)).unwrap();
     }
 
     #[test]
-    fn salts_take_turns_and_each_is_served_in_order() {
+    fn clients_take_turns_and_each_is_served_in_order() {
         let queue = opened(QueueLimits::default());
         let order = [(7, 1), (7, 2), (7, 3), (8, 4), (9, 5), (8, 6)];
         let _streams: Vec<RequestStream> =
-            order.iter().map(|&(salt, tokens)| queue.submit(salted(salt, tokens)).unwrap()).collect();
+            order.iter().map(|&(client, tokens)| queue.submit(of_client(client, tokens)).unwrap()).collect();
         let taken: Vec<usize> =
             std::iter::from_fn(|| queue.take(Instant::now())).map(|w| w.request.prompt.len()).collect();
         assert_eq!(taken, [1, 4, 5, 2, 6, 3]);
+    }
+
+    #[test]
+    fn a_pass_is_awaited_from_the_end_of_a_pause_on() {
+        let queue = opened(QueueLimits::default());
+        queue.tell(|_| (), None);
+        assert_eq!(queue.status().since_pass, None);
+        let long = Duration::from_millis(60);
+        // The very first pass, and then one behind a pause.
+        for pass in [None, Some((1, 0.1))] {
+            queue.tell(|status| status.running = 0, pass);
+            std::thread::sleep(long);
+            queue.tell(|status| status.running = 1, None);
+            assert!(queue.status().since_pass.unwrap() < long);
+            std::thread::sleep(long);
+            queue.tell(|status| status.running = 2, None);
+            assert!(queue.status().since_pass.unwrap() >= long, "another request is no pass");
+        }
     }
 
     #[test]
@@ -497,13 +522,13 @@ mod tests {
         let mut late = ServeRequest::new(vec![1], 1);
         late.deadline = Some(Instant::now());
         let mut late = queue.submit(late).unwrap();
-        let mut other = queue.submit(salted(0, 1)).unwrap();
+        let mut other = queue.submit(of_client(0, 1)).unwrap();
         queue.sweep(Instant::now());
         assert_eq!(late.next_event(Duration::ZERO), Some(TokenEvent::Failed(RequestError::Deadline)));
         queue.close(RequestError::World("rank 1 failed".into()));
         let failed = TokenEvent::Failed(RequestError::World("rank 1 failed".into()));
         assert_eq!(other.next_event(Duration::ZERO), Some(failed));
-        assert_eq!(queue.submit(salted(0, 1)).err(), Some(SubmitError::Failed("rank 1 failed".into())));
+        assert_eq!(queue.submit(of_client(0, 1)).err(), Some(SubmitError::Failed("rank 1 failed".into())));
         assert_eq!(queue.wait_until_open(Duration::ZERO), Err(SubmitError::Failed("rank 1 failed".into())));
         assert_eq!(queue.status().ended, 2);
     }

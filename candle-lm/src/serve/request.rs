@@ -35,12 +35,14 @@ pub struct ServeRequest {
     pub logprobs: Option<usize>,
     /// Whether the log-probabilities of the prompt's tokens are told. The whole prompt is computed then.
     pub prompt_logprobs: bool,
-    /// When the text ends wherever it is. A request that still waits then fails.
+    /// When the text ends wherever it is. A request whose prompt is not read then fails.
     pub deadline: Option<Instant>,
     /// What says which tokens may follow.
     pub constraint: Option<Box<dyn TokenConstraint>>,
-    /// Prompts of unlike salts share no cache, and take turns in the queue.
+    /// Prompts of unlike salts share no cache.
     pub cache_salt: u64,
+    /// Who asks: requests of unlike clients take turns in the queue.
+    pub client: u64,
 }
 
 impl ServeRequest {
@@ -58,6 +60,7 @@ impl ServeRequest {
             deadline: None,
             constraint: None,
             cache_salt: 0,
+            client: 0,
         }
     }
 }
@@ -152,8 +155,8 @@ pub struct TokenLogprob {
 /// Why a request has failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// It waited until its deadline.
-    #[error("the request waited in the queue until its deadline; send it again, or give it more time")]
+    /// Its prompt was not read at its deadline.
+    #[error("the prompt of the request was not read until its deadline; send it again, or give it more time")]
     Deadline,
     /// The model's logits for it are no numbers.
     #[error("{0}")]

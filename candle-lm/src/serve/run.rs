@@ -267,7 +267,7 @@ impl Leader<'_> {
         self.queue.sweep(now);
         let of_text = |(slot, text): (usize, &RequestText)| match text.is_abandoned() {
             false if text.is_late(now) => {
-                text.finish(Ok(Stop::Length));
+                text.finish(if text.is_begun() { Ok(Stop::Length) } else { Err(RequestError::Deadline) });
                 Some(slot)
             }
             is_abandoned => is_abandoned.then_some(slot),

@@ -31,6 +31,14 @@ pub enum TokenEvent {
         /// When it was chosen.
         at: Instant,
     },
+    /// This token ends the text, and is no part of it. It is told with its log-probability if that was asked
+    /// for, and not at all otherwise.
+    EndToken {
+        /// The token.
+        token: u32,
+        /// Its log-probability.
+        logprob: TokenLogprob,
+    },
     /// The text has ended. Nothing comes behind it.
     Ended(Stop),
     /// The request has failed, alone or with all others. Nothing comes behind it.

@@ -156,7 +156,8 @@ impl RequestText {
         let row = rows.get(rows.len().saturating_sub(width)..).unwrap_or_default();
         let mut logits = row.to_vec();
         for (&token, bias) in &self.logit_bias {
-            if let Some(logit) = logits.get_mut(token as usize) {
+            // What is no finite number stays one, and is told.
+            if let Some(logit) = logits.get_mut(token as usize).filter(|logit| logit.is_finite()) {
                 *logit = (*logit + bias).clamp(f32::MIN, f32::MAX);
             }
         }
@@ -169,6 +170,9 @@ impl RequestText {
             guarded(|| constraint.accept(token))?;
         }
         let (events, at) = (&self.events, Instant::now());
+        if let Some(logprob) = told.clone().filter(|_| self.ends.contains(&token)) {
+            events.send(TokenEvent::EndToken { token, logprob });
+        }
         let stop = self.writer.take(token, &self.ends, |token| {
             events.send(TokenEvent::Token { token, logprob: told, at });
             Ok(true)
@@ -221,8 +225,53 @@ fn logprob(logits: &[f32], token: u32, count: usize) -> Result<TokenLogprob, Req
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
-    use super::{LEAST_LOGPROB, logprob};
-    use crate::serve::RequestError;
+    use super::{LEAST_LOGPROB, RequestText, TextProgress, WaitingRequest, logprob};
+    use crate::generate::Stop;
+    use crate::serve::stream::{TokenEvent, channel};
+    use crate::serve::{RequestError, ServeRequest, TokenMask};
+    use std::collections::BTreeSet;
+    use std::time::Duration;
+
+    /// What comes of a request by the logits of one pass, without what begins it.
+    fn passed(request: ServeRequest, logits: &[f32]) -> (TextProgress, Vec<TokenEvent>) {
+        let (events, mut stream) = channel();
+        let mut text = RequestText::new(WaitingRequest { request, events }, &BTreeSet::from([2]), 10).carried;
+        let mut mask = TokenMask::new(logits.len());
+        let progress = text.advance(logits, logits.len(), true, 0, &mut mask);
+        let begun = stream.next_event(Duration::ZERO);
+        assert!(matches!(begun, Some(TokenEvent::Begun { .. })), "{begun:?}");
+        (progress, std::iter::from_fn(|| stream.next_event(Duration::ZERO)).collect())
+    }
+
+    #[test]
+    fn a_bias_hides_no_logit_that_is_no_number() {
+        let biased = |logits: &[f32]| {
+            let request = ServeRequest { logit_bias: [(1, 100.0)].into(), ..ServeRequest::new(vec![0], 3) };
+            passed(request, logits)
+        };
+        for odd in [f32::NAN, f32::INFINITY] {
+            let (progress, events) = biased(&[0.0, odd, 1.0]);
+            assert_eq!(progress, TextProgress::Ended { is_sound: false });
+            assert!(matches!(events[..], [TokenEvent::Failed(RequestError::Logits(_))]), "{events:?}");
+        }
+        assert_eq!(biased(&[0.0, f32::MAX, 1.0]).0, TextProgress::Wrote(1));
+        assert_eq!(biased(&[0.5, f32::NEG_INFINITY, 0.0]).0, TextProgress::Wrote(0));
+    }
+
+    #[test]
+    fn the_token_that_ends_a_text_is_told_with_its_log_probability() {
+        for logprobs in [None, Some(1)] {
+            let (_, events) =
+                passed(ServeRequest { logprobs, ..ServeRequest::new(vec![0], 3) }, &[0.0, 0.0, 9.0]);
+            match (logprobs, &events[..]) {
+                (None, [TokenEvent::Ended(Stop::End)]) => {}
+                (Some(_), [TokenEvent::EndToken { token: 2, logprob }, TokenEvent::Ended(Stop::End)]) => {
+                    assert!(logprob.logprob > -0.01 && logprob.top == [(2, logprob.logprob)], "{logprob:?}");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
 
     #[test]
     fn log_probabilities_are_finite_and_add_up_to_one() {

@@ -66,6 +66,9 @@ pub(super) struct Choice {
     reader: ReplyReader,
     has_markers: bool,
     tells_tokens: bool,
+    /// Whether the token that ends the text is told and counted: who scores texts reads as many
+    /// log-probabilities as tokens that were asked for.
+    tells_end: bool,
     echo: Option<Vec<u32>>,
     offset: usize,
     pub(super) counts: ChoiceCounts,
@@ -87,6 +90,7 @@ impl Choice {
             reader: ReplyReader::new(plan.form),
             has_markers: plan.has_markers,
             tells_tokens: plan.tells_tokens,
+            tells_end: plan.tells_tokens && plan.echo.is_some(),
             echo: plan.echo,
             offset: 0,
             counts: ChoiceCounts::default(),
@@ -125,6 +129,12 @@ impl Choice {
                     if let Err(error) = self.push(token, logprob, &mut step) {
                         self.events = None;
                         return Poll::Ready(Err(RequestError::Logits(format!("{error:#}"))));
+                    }
+                }
+                Some(TokenEvent::EndToken { token, logprob }) => {
+                    if self.tells_end {
+                        self.counts.tokens += 1;
+                        self.tell(token, Some(logprob), &mut step);
                     }
                 }
                 Some(TokenEvent::Ended(stop)) => {

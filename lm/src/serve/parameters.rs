@@ -49,6 +49,7 @@ pub(super) struct Parameters {
     ignore_eos: bool,
     deadline: Instant,
     salt: u64,
+    client: u64,
     /// The texts for each prompt.
     pub(super) count: usize,
     /// The most tokens, if the request says so.
@@ -104,6 +105,7 @@ impl Parameters {
             ignore_eos: fields.flag("ignore_eos")?.unwrap_or(false),
             deadline: arrival + limits.time,
             salt: client.salt ^ cache_salt(fields)?,
+            client: client.salt,
             count,
             most: limit,
             streams,
@@ -136,6 +138,7 @@ impl Parameters {
             logprobs: self.logprobs,
             deadline: Some(self.deadline),
             cache_salt: self.salt,
+            client: self.client,
             ..ServeRequest::new(prompt, most)
         })
     }

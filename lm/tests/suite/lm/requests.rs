@@ -193,6 +193,9 @@ impl Case {
                         assert_eq!(logprob.is_some(), plan.has_logprobs);
                         assert!(logprob.is_none_or(|told| told.top.len() == 2 && told.logprob <= 0.0));
                     }
+                    TokenEvent::EndToken { token, .. } => {
+                        assert!(plan.has_logprobs && self.files.ends.contains(&token));
+                    }
                     TokenEvent::Ended(end) => {
                         if (&*tokens, end) != (want, *stop) {
                             wrong += 1;
@@ -364,6 +367,24 @@ fn a_full_queue_refuses_and_deadlines_end_requests() {
         // The context is full.
         let (tokens, _, end) = read(&mut queue.submit(ServeRequest::new(vec![7; ROOM - 2], 40)).unwrap());
         assert_eq!((tokens.len(), end), (3, TokenEvent::Ended(Stop::Context)));
+    });
+}
+
+#[test]
+fn a_text_whose_prompt_is_not_read_at_its_deadline_fails() {
+    with_llama(1, options(2, 1), QueueLimits::default(), |queue| {
+        // Passes of 50 ms, with one token of a prompt each.
+        let constraint = Some(Box::new(Slow(Duration::from_millis(50), vec![5])) as Box<dyn TokenConstraint>);
+        let beside = ServeRequest { constraint, ..ServeRequest::new(vec![1, 2], 40) };
+        let mut beside = queue.submit(beside).unwrap();
+        assert!(matches!(beside.next_event(MOMENT), Some(TokenEvent::Begun { .. })));
+        let deadline = Some(Instant::now() + Duration::from_millis(400));
+        let mut late = queue.submit(ServeRequest { deadline, ..ServeRequest::new(vec![7; 40], 3) }).unwrap();
+        while queue.status().running < 2 {
+            assert!(!late.is_ended(), "it has a slot within 400 ms");
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(read(&mut late), (vec![], 0, TokenEvent::Failed(RequestError::Deadline)));
     });
 }
 

@@ -79,6 +79,19 @@ fn an_echo_has_the_prompt_and_its_log_probabilities() {
         assert_eq!(logprobs["text_offset"], json!((0..want.len()).collect::<Vec<_>>()));
         assert_eq!(answer["usage"]["completion_tokens"], want.len() - 3);
     }
+    // The token that ends the text counts where prompts are scored, and nowhere else.
+    for (echo, tokens) in [(true, json!(["a", "b", "c", "d", "e"])), (false, json!(["d"]))] {
+        let end = TOKENIZER.encode("e", false).unwrap().get_ids().to_vec();
+        let body =
+            json!({"prompt": "abc", "echo": echo, "logprobs": 1, "max_tokens": 5, "stop_token_ids": end});
+        let answer = post(server.address, COMPLETE, &body).json();
+        let choice = &answer["choices"][0];
+        let text = if echo { "abcd" } else { "d" };
+        assert_eq!((&choice["text"], &choice["finish_reason"]), (&json!(text), &json!("stop")));
+        assert_eq!(choice["logprobs"]["tokens"], tokens);
+        assert_eq!(choice["logprobs"]["token_logprobs"][tokens.as_array().unwrap().len() - 1], -0.5);
+        assert_eq!(answer["usage"]["completion_tokens"], if echo { 2 } else { 1 });
+    }
     let whole =
         post(server.address, COMPLETE, &json!({"prompt": "a".repeat(ROOM), "echo": true, "max_tokens": 0}));
     assert_eq!(whole.status, 200, "{}", whole.body);

@@ -304,6 +304,9 @@ fn write(
             thread::sleep(Duration::from_millis(1));
         }
         if request.stop_tokens.contains(&token) {
+            if request.logprobs.is_some() {
+                events.send(TokenEvent::EndToken { token, logprob: logprob(token) });
+            }
             events.send(TokenEvent::Ended(Stop::End));
             return;
         }
