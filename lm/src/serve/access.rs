@@ -21,7 +21,8 @@ pub struct ApiKeys(Vec<(String, KeyDigest)>);
 const MOST_KEYS: usize = 10_000;
 
 impl ApiKeys {
-    /// Reads a file with a key in each line, or `NAME:KEY`. A key that has a colon needs a name in front of it. Empty lines and those that begin with `#` are left out.
+    /// Reads a file with a key in each line, or `NAME:KEY`. A key that has a colon needs a name in front of it.
+    /// Empty lines and those that begin with `#` are left out.
     ///
     /// # Errors
     /// If it cannot be read, has no key, or one of fewer than 8 bytes.
