@@ -1,5 +1,6 @@
 //! Text to tokens and back.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,7 +11,7 @@ use candle_dist::panic_message;
 use candle_shard::regular;
 use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::models::bpe::{BPE, Vocab};
-use tokenizers::{AddedToken, Encoding, NormalizedString, Normalizer as _, Tokenizer};
+use tokenizers::{AddedToken, Encoding, Model as _, NormalizedString, Normalizer as _, Tokenizer};
 
 use crate::chat::Script;
 use crate::gguf;
@@ -98,13 +99,42 @@ pub fn encode_rendered(tokenizer: &Tokenizer, script: &Script) -> Result<Vec<u32
     Ok(encode_rendered_spans(tokenizer, script)?.into_iter().map(|(id, _)| id).collect())
 }
 
+/// Returns the tokens that [`encode_rendered`] returns, by a tokenizer that [`plain`] made once for many
+/// conversations.
+///
+/// # Errors
+/// Those of [`encode_rendered`].
+pub fn encode_rendered_with<'p>(
+    tokenizer: &Tokenizer,
+    plain: impl FnOnce() -> Cow<'p, Tokenizer>,
+    script: &Script,
+) -> Result<Vec<u32>> {
+    let added = tokenizer.get_added_tokens_decoder().into_iter().collect();
+    let spans = Controls { script, added, tokenizer }.encode(plain)?;
+    Ok(spans.into_iter().map(|span| span.id).collect())
+}
+
+/// Returns a tokenizer for which the names of special tokens are text.
+pub fn plain(tokenizer: &Tokenizer) -> Tokenizer {
+    let mut plain = tokenizer.clone();
+    plain.set_encode_special_tokens(true);
+    plain
+}
+
+/// Whether a token never becomes text, as special ones do not.
+pub fn is_silent(tokenizer: &Tokenizer, token: u32) -> bool {
+    let added = tokenizer.get_added_vocabulary();
+    let letters = added.simple_id_to_token(token).or_else(|| tokenizer.get_model().id_to_token(token));
+    letters.is_none_or(|letters| added.is_special_token(&letters))
+}
+
 /// Returns the tokens that [`encode_rendered`] returns, each with the bytes of the text that it stands for.
 pub(crate) fn encode_rendered_spans(
     tokenizer: &Tokenizer,
     script: &Script,
 ) -> Result<Vec<(u32, Range<usize>)>> {
     let added = tokenizer.get_added_tokens_decoder().into_iter().collect();
-    let spans = Controls { script, added, tokenizer }.encode()?;
+    let spans = Controls { script, added, tokenizer }.encode(|| Cow::Owned(plain(tokenizer)))?;
     Ok(spans.into_iter().map(|span| (span.id, span.taken)).collect())
 }
 
@@ -134,13 +164,12 @@ struct TokenSpan {
 }
 
 impl Controls<'_> {
-    fn encode(&self) -> Result<Vec<TokenSpan>> {
+    fn encode<'p>(&self, plain: impl FnOnce() -> Cow<'p, Tokenizer>) -> Result<Vec<TokenSpan>> {
         let tokens = self.tokens(self.tokenizer, 0..self.script.len())?;
         if !tokens.iter().any(|token| self.is_false(token)) {
             return Ok(tokens);
         }
-        let mut plain = self.tokenizer.clone();
-        plain.set_encode_special_tokens(true);
+        let plain = plain();
         // The tokenizer cuts the text at control tokens, so what is between two of them does not depend on others.
         let (mut spans, mut start) = (Vec::new(), 0);
         for part in tokens.split_inclusive(|token| self.is_true(token)) {
@@ -254,11 +283,14 @@ pub fn check(tokens: &[u32], known: usize) -> Result<()> {
 /// What a decoder writes for bytes that are no characters, or not yet.
 const UNKNOWN: char = '\u{FFFD}';
 
+/// The most tokens that wait to become text.
+const MOST_WAITING: usize = 8;
+
 /// Tokens that become text one by one, behind those of a prompt.
 ///
 /// What a token reads as depends on those before it: a space at the start of a text is left out, and some characters
 /// are several tokens. So each is decoded together with the last ones before it, and bytes that are no character yet
-/// wait for those that follow.
+/// wait for those that follow. Eight tokens wait at most: more than that are no character.
 ///
 /// ```
 /// use candle_lm::tokens::{self, TextStream};
@@ -291,13 +323,41 @@ impl<'a> TextStream<'a> {
     /// # Errors
     /// Those of the tokenizer.
     pub fn next(&mut self, token: u32) -> Result<String> {
+        if is_silent(self.tokenizer, token) {
+            return Ok(String::new());
+        }
         self.tokens.push(token);
         let text = self.waiting()?;
-        if text.is_empty() || text.ends_with(UNKNOWN) {
+        if !text.is_empty() && !text.ends_with(UNKNOWN) {
+            self.tokens.drain(..self.told);
+            self.told = self.tokens.len();
+            return Ok(text);
+        }
+        if self.tokens.len() - self.told <= MOST_WAITING {
             return Ok(String::new());
+        }
+        if text.is_empty() {
+            // They write nothing.
+            self.tokens.truncate(self.told);
+            return Ok(text);
+        }
+        self.tell_broken()
+    }
+
+    /// Returns the text of all tokens that wait but the last ones, which may be the beginning of a character: three bytes at most.
+    fn tell_broken(&mut self) -> Result<String> {
+        let mut rest = Vec::new();
+        let mut text = String::new();
+        while rest.len() < 3 {
+            rest.extend(self.tokens.pop());
+            text = self.waiting()?;
+            if !text.ends_with(UNKNOWN) {
+                break;
+            }
         }
         self.tokens.drain(..self.told);
         self.told = self.tokens.len();
+        self.tokens.extend(rest.into_iter().rev());
         Ok(text)
     }
 

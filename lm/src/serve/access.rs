@@ -1,5 +1,6 @@
 //! Who may ask.
 
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
@@ -20,7 +21,8 @@ pub struct ApiKeys(Vec<(String, KeyDigest)>);
 const MOST_KEYS: usize = 10_000;
 
 impl ApiKeys {
-    /// Reads a file with a key in each line, or `NAME:KEY`. Empty lines and those that begin with `#` are left out.
+    /// Reads a file with a key in each line, or `NAME:KEY`. A key that has a colon needs a name in front of it.
+    /// Empty lines and those that begin with `#` are left out.
     ///
     /// # Errors
     /// If it cannot be read, has no key, or one of fewer than 8 bytes.
@@ -128,7 +130,11 @@ fn is_loopback(host: &str) -> bool {
         _ => (host, ""),
     };
     let is_port = port.bytes().all(|byte| byte.is_ascii_digit());
-    is_port && (name.eq_ignore_ascii_case("localhost") || matches!(name, "127.0.0.1" | "[::1]"))
+    let is_address = match name.strip_prefix('[').and_then(|name| name.strip_suffix(']')) {
+        Some(name) => name.parse().is_ok_and(|address: Ipv6Addr| address.is_loopback()),
+        None => name.parse().is_ok_and(|address: Ipv4Addr| address.is_loopback()),
+    };
+    is_port && (is_address || name.eq_ignore_ascii_case("localhost"))
 }
 
 #[cfg(test)]
@@ -140,7 +146,9 @@ mod tests {
 
     #[test]
     fn only_names_of_this_machine_are_its_names() {
-        for host in ["localhost", "LocalHost:8080", "127.0.0.1:1", "127.0.0.1", "[::1]:80", "[::1]"] {
+        for host in
+            ["localhost", "LocalHost:8080", "127.0.0.1:1", "127.0.0.1", "127.0.0.2:8080", "[::1]:80", "[::1]"]
+        {
             assert!(is_loopback(host), "{host}");
         }
         for host in [
@@ -150,6 +158,8 @@ mod tests {
             "127.0.0.1.evil.example:80",
             "localhost:80@evil",
             "::1",
+            "128.0.0.1",
+            "[::2]:80",
         ] {
             assert!(!is_loopback(host), "{host}");
         }

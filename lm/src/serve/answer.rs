@@ -4,6 +4,7 @@ use axum::body::Body;
 use axum::http::{HeaderValue, Response, StatusCode, header};
 use serde_json::{Map, Value, json};
 
+use super::calls::CallFormat;
 use super::choice::{Choice, ChoicePlan, ToldToken};
 use super::model::ServedModel;
 use super::parameters::random;
@@ -21,6 +22,8 @@ pub(super) struct AnswerPlan {
     pub(super) kind: AnswerKind,
     pub(super) choices: Vec<ChoicePlan>,
     pub(super) prompt_tokens: usize,
+    /// How many texts behind each other have one prompt.
+    pub(super) texts_of_prompt: usize,
     pub(super) streams: bool,
     pub(super) includes_usage: bool,
     /// The field that has the prompt.
@@ -35,6 +38,7 @@ pub(super) struct AnswerFrame {
     created: u64,
     model: &'static ServedModelName,
     prompt_tokens: usize,
+    texts_of_prompt: usize,
 }
 
 /// A model's name, which lives as long as the process.
@@ -44,10 +48,14 @@ type ServedModelName = str;
 const NEVER: f32 = -9999.0;
 
 impl AnswerFrame {
-    pub(super) fn new(kind: AnswerKind, model: &'static ServedModel, prompt_tokens: usize) -> Self {
+    pub(super) fn new(
+        kind: AnswerKind,
+        model: &'static ServedModel,
+        (prompt_tokens, texts_of_prompt): (usize, usize),
+    ) -> Self {
         let prefix = if kind == AnswerKind::Chat { "chatcmpl" } else { "cmpl" };
         let created = jiff::Timestamp::now().as_second().unsigned_abs();
-        Self { kind, id: fresh_id(prefix), created, model: &model.name, prompt_tokens }
+        Self { kind, id: fresh_id(prefix), created, model: &model.name, prompt_tokens, texts_of_prompt }
     }
 
     fn object(&self, streams: bool) -> &'static str {
@@ -86,7 +94,10 @@ impl AnswerFrame {
     fn usage(&self, choices: &[Choice]) -> Value {
         let completion: usize = choices.iter().map(|choice| choice.counts.tokens).sum();
         let prompt = self.prompt_tokens;
-        let cached: usize = choices.iter().map(|choice| choice.counts.cached).max().unwrap_or(0).min(prompt);
+        let of_prompt =
+            |texts: &[Choice]| texts.iter().map(|choice| choice.counts.cached).max().unwrap_or_default();
+        let cached: usize = choices.chunks(self.texts_of_prompt.max(1)).map(of_prompt).sum();
+        let cached = cached.min(prompt);
         json!({
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -106,6 +117,23 @@ impl AnswerFrame {
 /// A name that nothing else has.
 pub(super) fn fresh_id(prefix: &str) -> String {
     format!("{prefix}-{:016x}{:016x}", random(), random())
+}
+
+/// A name for a call. The templates of Mistral take no other ones than those of nine letters and digits.
+pub(super) fn call_id(model: &ServedModel) -> String {
+    match model.calls {
+        Some(CallFormat::Listed) => {
+            let letters = b"0123456789abcdefghijklmnopqrstuvwxyz";
+            let mut rest = random();
+            let letter = |_| {
+                let letter = letters[(rest % 36) as usize];
+                rest /= 36;
+                char::from(letter)
+            };
+            (0..9).map(letter).collect()
+        }
+        _ => fresh_id("call"),
+    }
 }
 
 /// A response with a JSON body.
@@ -167,12 +195,12 @@ pub(super) struct TextParts {
 
 impl TextParts {
     /// Appends a part.
-    pub(super) fn push(&mut self, delta: ReplyDelta) {
+    pub(super) fn push(&mut self, delta: ReplyDelta, model: &ServedModel) {
         match delta {
             ReplyDelta::Text(more) => self.text.push_str(&more),
             ReplyDelta::Thought(more) => self.thoughts.push_str(&more),
             ReplyDelta::Call(call) => self.calls.push(json!({
-                "id": fresh_id("call"),
+                "id": call_id(model),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             })),

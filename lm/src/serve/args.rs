@@ -102,7 +102,8 @@ impl ServeArgs {
     pub(crate) fn limits(&self) -> ServeLimits {
         ServeLimits {
             body: self.most_bytes,
-            texts: self.most_texts,
+            // All texts of a request wait at once.
+            texts: self.most_texts.min(self.queue),
             time: Duration::from_secs(self.most_seconds),
         }
     }

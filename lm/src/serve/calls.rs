@@ -68,12 +68,13 @@ impl CallFormat {
         self == Self::Bare && text.starts_with('{')
     }
 
-    /// Reads the calls at the beginning of a text, behind which nothing follows if `is_whole`. `tools` has the functions of the request.
+    /// Reads the calls at the beginning of a text, behind which nothing follows if `is_whole`. `tools` has the functions of the request:
+    /// what names none of them is an answer that looks like a call.
     pub(super) fn read(self, text: &str, is_whole: bool, tools: &[Value]) -> CallRead {
         match self {
             Self::Tagged => tagged(text, is_whole, tools),
-            Self::Listed => listed(text, is_whole),
-            Self::Bare => bare(text),
+            Self::Listed => listed(text, is_whole, tools),
+            Self::Bare => bare(text, tools),
         }
     }
 }
@@ -102,6 +103,17 @@ pub(super) fn call(value: &Value) -> Option<FunctionCall> {
     Some(FunctionCall { name, arguments })
 }
 
+/// The call that an object says, of a known function.
+fn known_call(value: &Value, tools: &[Value]) -> Option<FunctionCall> {
+    call(value).filter(|call| function(&call.name, tools).is_some())
+}
+
+/// The function of this name.
+fn function<'a>(name: &str, tools: &'a [Value]) -> Option<&'a Value> {
+    let mut functions = tools.iter().map(|tool| tool.get("function").unwrap_or(tool));
+    functions.find(|function| function.get("name").is_some_and(|own| own == name))
+}
+
 fn tagged(text: &str, is_whole: bool, tools: &[Value]) -> CallRead {
     let Some(rest) = text.strip_prefix(OPEN) else { return CallRead::NoCall };
     let inside = rest.trim_start();
@@ -123,7 +135,7 @@ fn tagged(text: &str, is_whole: bool, tools: &[Value]) -> CallRead {
     };
     if inside.starts_with('{') {
         return match value(inside) {
-            Ok(Some((value, bytes))) => closed(call(&value), start + bytes),
+            Ok(Some((value, bytes))) => closed(known_call(&value, tools), start + bytes),
             Ok(None) => CallRead::Part,
             Err(_) => CallRead::NoCall,
         };
@@ -146,9 +158,7 @@ fn tagged(text: &str, is_whole: bool, tools: &[Value]) -> CallRead {
 fn parameters(text: &str, tools: &[Value]) -> Option<FunctionCall> {
     let (name, mut rest) = text.split_once('>')?;
     let name = name.trim();
-    let types = tools.iter().map(|tool| tool.get("function").unwrap_or(tool));
-    let types = types.filter(|tool| tool.get("name").is_some_and(|own| own == name));
-    let types = types.filter_map(|tool| tool.get("parameters")?.get("properties")).next();
+    let types = function(name, tools)?.get("parameters").and_then(|schema| schema.get("properties"));
     let mut arguments = Map::new();
     while let Some((_, parameter)) = rest.split_once("<parameter=") {
         let (key, behind) = parameter.split_once('>')?;
@@ -167,12 +177,12 @@ fn parameters(text: &str, tools: &[Value]) -> Option<FunctionCall> {
     Some(FunctionCall { name: name.to_owned(), arguments: Value::Object(arguments).to_string() })
 }
 
-fn bare(text: &str) -> CallRead {
+fn bare(text: &str, tools: &[Value]) -> CallRead {
     let inside = text.strip_prefix(PYTHON).unwrap_or(text).trim_start();
     let start = text.len() - inside.len();
     match value(inside) {
         _ if inside.is_empty() => CallRead::Part,
-        Ok(Some((value, bytes))) if value.is_object() => match call(&value) {
+        Ok(Some((value, bytes))) if value.is_object() => match known_call(&value, tools) {
             Some(call) => CallRead::Calls(vec![call], start + bytes),
             None => CallRead::NoCall,
         },
@@ -181,7 +191,7 @@ fn bare(text: &str) -> CallRead {
     }
 }
 
-fn listed(text: &str, is_whole: bool) -> CallRead {
+fn listed(text: &str, is_whole: bool, tools: &[Value]) -> CallRead {
     let Some(rest) = text.strip_prefix(LIST) else { return CallRead::NoCall };
     let inside = rest.trim_start();
     let start = text.len() - inside.len();
@@ -192,7 +202,7 @@ fn listed(text: &str, is_whole: bool) -> CallRead {
         return match value(inside) {
             Ok(Some((value, bytes))) => {
                 let all = value.as_array().cloned().unwrap_or_else(|| vec![value]);
-                match all.iter().map(call).collect::<Option<Vec<_>>>() {
+                match all.iter().map(|one| known_call(one, tools)).collect::<Option<Vec<_>>>() {
                     Some(calls) => CallRead::Calls(calls, start + bytes),
                     None => CallRead::NoCall,
                 }
@@ -206,7 +216,7 @@ fn listed(text: &str, is_whole: bool) -> CallRead {
     };
     let name = inside[..brace].split('[').next().unwrap_or_default().trim();
     match value(&inside[brace..]) {
-        Ok(Some((value, bytes))) if !name.is_empty() => {
+        Ok(Some((value, bytes))) if function(name, tools).is_some() => {
             let call = FunctionCall { name: name.to_owned(), arguments: value.to_string() };
             CallRead::Calls(vec![call], start + brace + bytes)
         }

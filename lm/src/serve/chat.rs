@@ -1,5 +1,6 @@
 //! Conversations: the fields of `/v1/chat/completions`, and the prompt that the model's template makes of them.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use candle_lm::chat::{self, ChatMessage, ChatTemplate};
@@ -47,28 +48,33 @@ pub(super) fn plan(mut fields: Fields, context: &RequestContext<'_>) -> ApiResul
         context.of_parameters(),
     )?;
     let tools = Tools::read(&mut fields, context)?;
-    let (prompt, form) = prompt(&mut fields, &tools, context)?;
+    let (prompt, mut form) = prompt(&mut fields, &tools, context)?;
     let grammar = grammar(&fields, &tools, context)?;
+    // A grammar has no end of thoughts: all of the reply is what it says.
+    form.begins_thinking &= grammar.is_none();
     let room = context.room.saturating_sub(prompt.len());
     if room == 0 {
         return Err(ApiError::too_long(context.room, prompt.len(), 1, "messages"));
     }
-    let most = parameters.most.unwrap_or(room).min(room);
-    let plan = |place: usize| -> ApiResult<ChoicePlan> {
-        let mut request = parameters.request(prompt.clone(), most, place)?;
+    let told = parameters.most_told(parameters.count);
+    let most = parameters.most.unwrap_or(room.min(told)).min(room);
+    parameters.check_told(most.saturating_mul(parameters.count))?;
+    let plan = |place: usize| {
+        let mut request = parameters.request(prompt.clone(), most, place);
         request.constraint = grammar.as_ref().map(|grammar| Box::new(grammar.fork()) as _);
-        Ok(ChoicePlan {
+        ChoicePlan {
             request,
             form: form.clone(),
             stops: parameters.stops.clone(),
             tail: tail(&prompt),
             echo: None,
             has_markers: true,
-        })
+        }
     };
     Ok(AnswerPlan {
         kind: AnswerKind::Chat,
-        choices: (0..parameters.count).map(plan).collect::<ApiResult<_>>()?,
+        choices: (0..parameters.count).map(plan).collect(),
+        texts_of_prompt: parameters.count,
         prompt_tokens: prompt.len(),
         streams: parameters.streams,
         includes_usage: parameters.includes_usage,
@@ -141,7 +147,11 @@ impl Tools {
     }
 
     /// The schema that calls have to have, if there must be some.
-    fn schema(&self) -> Option<Value> {
+    ///
+    /// # Errors
+    /// If the schemas of two functions cannot stand in one.
+    fn schema(&self) -> ApiResult<Option<Value>> {
+        const NAME: &str = "tools";
         let schema_of = |tool: &Value| {
             let parameters =
                 tool.get("function").unwrap_or(tool).get("parameters").filter(|schema| schema.is_object());
@@ -149,38 +159,63 @@ impl Tools {
         };
         match &self.form {
             CallForm::Arguments(name) => {
-                self.all.iter().find(|tool| name_of(tool) == Some(name)).map(schema_of)
+                Ok(self.all.iter().find(|tool| name_of(tool) == Some(name)).map(schema_of))
             }
             CallForm::List => {
                 // Schemas of functions refer to themselves from their own roots.
                 let mut defs = Map::new();
                 let call = |tool: &Value| {
                     let mut schema = schema_of(tool);
+                    if let Some(other) = other_reference(&schema) {
+                        let said: String = other.chars().take(100).collect();
+                        let why = format!("`{NAME}` has the reference {said:?}: refer to #/$defs/.. alone.");
+                        return Err(ApiError::invalid(NAME, why));
+                    }
                     for key in ["$defs", "definitions"] {
-                        if let Some(Value::Object(own)) =
-                            schema.as_object_mut().and_then(|schema| schema.remove(key))
-                            && let Value::Object(all) = defs.entry(key).or_insert_with(|| json!({}))
-                        {
-                            all.extend(own);
+                        let own = schema.as_object_mut().and_then(|schema| schema.remove(key));
+                        let Some(Value::Object(own)) = own else { continue };
+                        let all = defs.entry(key).or_insert_with(|| json!({}));
+                        for (name, definition) in own {
+                            if all.get(&name).is_some_and(|known| *known != definition) {
+                                let said: String = name.chars().take(100).collect();
+                                let why = format!(
+                                    "`{NAME}` has two definitions of the name {said:?}: give one of them another name."
+                                );
+                                return Err(ApiError::invalid(NAME, why));
+                            }
+                            all[name] = definition;
                         }
                     }
-                    json!({
+                    Ok(json!({
                         "type": "object",
                         "properties": {"name": {"const": name_of(tool)}, "arguments": schema},
                         "required": ["name", "arguments"],
                         "additionalProperties": false,
-                    })
+                    }))
                 };
-                let calls: Vec<Value> = self.all.iter().map(call).collect();
+                let calls = self.all.iter().map(call).collect::<ApiResult<Vec<Value>>>()?;
                 let most = if self.calls_once { 1 } else { 16 };
                 let list =
                     json!({"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": calls}});
                 let mut list = list.as_object().cloned().unwrap_or_default();
                 list.extend(defs);
-                Some(Value::Object(list))
+                Ok(Some(Value::Object(list)))
             }
-            CallForm::None | CallForm::Free(_) => None,
+            CallForm::None | CallForm::Free(_) => Ok(None),
         }
+    }
+}
+
+/// A reference of a schema to something else of it than a definition.
+fn other_reference(schema: &Value) -> Option<&str> {
+    match schema {
+        Value::Object(fields) => {
+            let own = fields.get("$ref").and_then(Value::as_str);
+            let is_other = |name: &&str| !name.starts_with("#/$defs/") && !name.starts_with("#/definitions/");
+            own.filter(is_other).or_else(|| fields.values().find_map(other_reference))
+        }
+        Value::Array(parts) => parts.iter().find_map(other_reference),
+        _ => None,
     }
 }
 
@@ -234,7 +269,7 @@ fn prompt(
         .render(&messages, chat::now())
         .map_err(|error| ApiError::invalid(NAME, format!("The conversation: {error:#}.")))?;
     context.check_bytes(script.len(), NAME)?;
-    let ids = tokens::encode_rendered(&model.tokenizer, &script)
+    let ids = tokens::encode_rendered_with(&model.tokenizer, || Cow::Borrowed(model.plain()), &script)
         .map_err(|error| ApiError::invalid(NAME, format!("The conversation: {error:#}.")))?;
     if ids.is_empty() {
         return Err(ApiError::invalid(NAME, "The template of the model makes nothing of this conversation."));
@@ -419,7 +454,16 @@ fn grammar(fields: &Fields, tools: &Tools, context: &RequestContext<'_>) -> ApiR
             ApiError::invalid(name, format!("`{name}`: {}.", said.trim_end_matches('.')))
         })
     };
-    match (tools.schema(), schema) {
+    if schema.is_some() && matches!(tools.form, CallForm::Free(_)) {
+        return Err(ApiError::invalid(
+            NAME,
+            format!(
+                "`{NAME}` with a grammar leaves the model no way to call one of `tools`: leave one of the two out, or set \
+                 `tool_choice` to \"none\"."
+            ),
+        ));
+    }
+    match (tools.schema()?, schema) {
         (Some(_), Some(_)) => Err(ApiError::invalid(
             NAME,
             format!("`{NAME}` and a forced call cannot both say what the reply is."),

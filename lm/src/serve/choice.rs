@@ -7,7 +7,7 @@ use std::time::Instant;
 use candle_lm::generate::Stop;
 use candle_lm::serve::{RequestError, RequestStream, ServeRequest, TokenEvent, TokenLogprob};
 use candle_lm::stops::Stops;
-use candle_lm::tokens::TextStream;
+use candle_lm::tokens::{self, TextStream};
 
 use super::model::ServedModel;
 use super::reply::{ReplyDelta, ReplyForm, ReplyReader};
@@ -176,7 +176,9 @@ impl Choice {
 
     fn tell(&mut self, token: u32, logprob: Option<TokenLogprob>, step: &mut ChoiceStep) {
         step.tokens.push(ToldToken { token, logprob, offset: self.offset });
-        self.offset += String::from_utf8_lossy(self.model.bytes(token)).chars().count();
+        if !tokens::is_silent(&self.model.tokenizer, token) {
+            self.offset += String::from_utf8_lossy(self.model.bytes(token)).chars().count();
+        }
     }
 
     fn push(

@@ -45,16 +45,20 @@ pub(super) fn plan(mut fields: Fields, context: &RequestContext<'_>) -> ApiResul
             ),
         ));
     }
-    let prompt_tokens = prompts.iter().map(Vec::len).sum();
+    let prompt_tokens: usize = prompts.iter().map(Vec::len).sum();
+    let room = |prompt: &[u32]| context.room.saturating_sub(prompt.len());
+    let most = parameters.most.unwrap_or(MOST.min(parameters.most_told(texts)));
+    let written: usize = prompts.iter().map(|prompt| most.min(room(prompt))).sum();
+    let told = if echoes { prompt_tokens + written } else { written };
+    parameters.check_told(told.saturating_mul(parameters.count))?;
     let mut choices = Vec::new();
     for prompt in prompts {
-        let most = parameters.most.unwrap_or(MOST);
-        let room = context.room.saturating_sub(prompt.len());
+        let room = room(&prompt);
         if room < most.min(1) || prompt.len() > context.room {
             return Err(ApiError::too_long(context.room, prompt.len(), most.min(1), NAME));
         }
-        for place in 0..parameters.count {
-            let mut request = parameters.request(prompt.clone(), most.min(room), place)?;
+        for _ in 0..parameters.count {
+            let mut request = parameters.request(prompt.clone(), most.min(room), choices.len());
             request.prompt_logprobs = echoes && logprobs.is_some();
             choices.push(ChoicePlan {
                 request,
@@ -70,6 +74,7 @@ pub(super) fn plan(mut fields: Fields, context: &RequestContext<'_>) -> ApiResul
         kind: AnswerKind::Completion,
         choices,
         prompt_tokens,
+        texts_of_prompt: parameters.count,
         streams: parameters.streams,
         includes_usage: parameters.includes_usage,
         param: NAME,

@@ -122,7 +122,7 @@ impl EventBody {
                     let function =
                         |function: Value| json!({"tool_calls": [{"index": place, "function": function}]});
                     let mut begun = function(json!({"name": call.name, "arguments": ""}));
-                    begun["tool_calls"][0]["id"] = json!(answer::fresh_id("call"));
+                    begun["tool_calls"][0]["id"] = json!(answer::call_id(self.model));
                     begun["tool_calls"][0]["type"] = json!("function");
                     deltas.push(begun);
                     if !call.arguments.is_empty() {

@@ -106,6 +106,7 @@ fn whole(value: &Value) -> Option<i128> {
 fn is_empty(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
+        Value::String(text) => text.is_empty(),
         Value::Array(list) => list.is_empty(),
         Value::Object(map) => map.is_empty(),
         _ => false,

@@ -1,6 +1,6 @@
 //! What replies must look like: JSON, of a schema if the client has one.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock};
 
@@ -14,11 +14,15 @@ use toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 use super::vocabulary::TokenText;
 
 /// The most bytes of a schema.
-const LARGEST: usize = 64 << 10;
+const LARGEST: usize = 16 << 10;
 /// The most objects inside of each other in a schema. The compiler calls itself for each.
 const DEEPEST: usize = 64;
 /// The most bytes of a pattern.
 const LONGEST_PATTERN: usize = 2000;
+/// The most alternatives of parts that must hold together. The compiler tries each of one part with each of the others.
+const MOST_ALTERNATIVES: usize = 1000;
+/// The most parts of such a schema with references followed, times its alternatives.
+const MOST_PARTS: usize = 200_000;
 /// The stack of the compiler.
 const STACK: usize = 64 << 20;
 
@@ -37,6 +41,8 @@ impl Grammars {
             mark.into_iter().chain(token.bytes.iter().copied()).collect()
         };
         let mut words: Vec<Vec<u8>> = texts.iter().take(vocab_size).map(word).collect();
+        // Some models have logits without a token.
+        words.resize(vocab_size, Vec::new());
         let mut ends: Vec<u32> = ends.iter().copied().filter(|&end| (end as usize) < words.len()).collect();
         for &end in &ends {
             // A token that ends texts is no part of one.
@@ -82,6 +88,7 @@ impl Grammars {
         check(schema, 0)?;
         let size = schema.to_string().len();
         ensure!(size <= LARGEST, "the schema has {size} bytes, and at most {LARGEST} are read");
+        SchemaCost { root: schema, known: HashMap::new() }.of(schema)?;
         let mut schema = schema.clone();
         if let Value::Object(fields) = &mut schema {
             // JSON on one line: models may else write spaces without an end.
@@ -124,6 +131,86 @@ fn check(schema: &Value, depth: usize) -> Result<()> {
         }
         Value::Array(parts) => parts.iter().try_for_each(|part| check(part, depth + 1)),
         _ => Ok(()),
+    }
+}
+
+/// Refuses schemas whose parts multiply: the compiler makes one schema of all that must hold together, for each choice of alternatives.
+struct SchemaCost<'a> {
+    root: &'a Value,
+    /// Those of parts that are referred to; 1 of each while it is being counted, as in a list of itself.
+    known: HashMap<&'a str, (usize, usize)>,
+}
+
+impl<'a> SchemaCost<'a> {
+    /// Returns the alternatives of a schema and its parts, with references followed.
+    fn of(&mut self, schema: &'a Value) -> Result<(usize, usize)> {
+        let Value::Object(fields) = schema else { return Ok((1, 1)) };
+        // What must hold together: each of these, and all other keywords.
+        let mut factors: Vec<(usize, usize)> = Vec::new();
+        let mut rest = (1, 1);
+        for (key, value) in fields {
+            match (key.as_str(), value) {
+                ("allOf", Value::Array(all)) => {
+                    for part in all {
+                        factors.push(self.of(part)?);
+                    }
+                }
+                ("anyOf" | "oneOf", Value::Array(all)) => factors.push(self.sum(all, (0, 1))?),
+                ("enum" | "type", Value::Array(all)) => factors.push((all.len(), all.len())),
+                ("$ref", Value::String(name)) => factors.push(self.of_reference(name)?),
+                ("required", Value::Array(names)) => rest.1 += names.len(),
+                ("properties" | "patternProperties" | "dependentSchemas", Value::Object(parts)) => {
+                    rest = self.inside(parts.values(), rest)?;
+                }
+                ("prefixItems" | "items", Value::Array(parts)) => rest = self.inside(parts, rest)?,
+                ("$defs" | "definitions" | "const" | "default" | "examples", _) => {}
+                (_, part) => rest = self.inside([part], rest)?,
+            }
+        }
+        factors.push(rest);
+        let alternatives = factors.iter().fold(1, |all: usize, (own, _)| all.saturating_mul(*own.max(&1)));
+        let parts = factors.iter().fold(0, |all: usize, (_, own)| all.saturating_add(*own));
+        let together = factors.iter().filter(|&&factor| factor != (1, 1)).count();
+        ensure!(
+            together < 2 || alternatives <= MOST_ALTERNATIVES,
+            "the schema has {alternatives} combinations of alternatives (anyOf, oneOf, enum, type) that must hold together, and at most \
+             {MOST_ALTERNATIVES} are compiled: put fewer alternatives beside each other"
+        );
+        ensure!(
+            together < 2 || alternatives.saturating_mul(parts) <= MOST_PARTS,
+            "the schema repeats {parts} parts for {alternatives} combinations of alternatives, which is too much: make it simpler"
+        );
+        Ok((alternatives, parts))
+    }
+
+    fn sum(&mut self, all: &'a [Value], none: (usize, usize)) -> Result<(usize, usize)> {
+        all.iter().try_fold(none, |(alternatives, parts), part| {
+            let own = self.of(part)?;
+            Ok((alternatives.saturating_add(own.0), parts.saturating_add(own.1)))
+        })
+    }
+
+    /// Adds what values inside of an object or a list have: theirs multiply where two such objects must hold together.
+    fn inside(
+        &mut self,
+        all: impl IntoIterator<Item = &'a Value>,
+        outer: (usize, usize),
+    ) -> Result<(usize, usize)> {
+        all.into_iter().try_fold(outer, |(alternatives, parts), part| {
+            let own = self.of(part)?;
+            Ok((alternatives.saturating_add(own.0 - 1), parts.saturating_add(own.1)))
+        })
+    }
+
+    fn of_reference(&mut self, name: &'a str) -> Result<(usize, usize)> {
+        if let Some(&known) = self.known.get(name) {
+            return Ok(known);
+        }
+        self.known.insert(name, (1, 1));
+        let part = name.strip_prefix('#').and_then(|place| self.root.pointer(place));
+        let cost = part.map_or(Ok((1, 1)), |part| self.of(part))?;
+        self.known.insert(name, cost);
+        Ok(cost)
     }
 }
 
@@ -190,7 +277,7 @@ mod tests {
         let mut mask = TokenMask::new(300);
         grammar.mask(&mut mask).unwrap();
         // The end is a token that the model does not have.
-        mask.words_mut()[8] &= !1;
+        mask.words_mut()[9] &= !(1 << 12);
         mask == TokenMask::new(300)
     }
 
@@ -211,6 +298,20 @@ mod tests {
         }
         assert!(takes(&json!({"type": "object"}), r#"{"a": {"b": [1, 2]}}"#));
         assert!(!takes(&json!({"type": "object"}), "[1]"));
+        // Alternatives, and a list of itself.
+        let tree = json!({
+            "anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}],
+            "$defs": {"node": {
+                "type": "object",
+                "properties": {
+                    "kind": {"type": "string", "enum": (0..200).map(|i| format!("k{i}")).collect::<Vec<_>>()},
+                    "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+                },
+                "required": ["kind"],
+                "additionalProperties": false,
+            }},
+        });
+        assert!(takes(&tree, r#"{"kind": "k7", "children": [{"kind": "k199"}]}"#) && takes(&tree, "null"));
     }
 
     #[test]
@@ -221,6 +322,13 @@ mod tests {
         }
         let wide: serde_json::Map<String, Value> =
             (0..20_000).map(|i| (format!("key{i}"), json!({"type": "string"}))).collect();
+        let objects = |count: usize| vec![json!({"type": "object"}); count];
+        let names: Vec<String> = (0..1000).map(|i| format!("n{i}")).collect();
+        let mut doubled = serde_json::Map::from_iter([("d20".to_owned(), json!({"type": "object"}))]);
+        for i in 0..20 {
+            let next = json!({"$ref": format!("#/$defs/d{}", i + 1)});
+            doubled.insert(format!("d{i}"), json!({"allOf": [next, next]}));
+        }
         let bombs = [
             deep,
             json!({"type": "object", "properties": wide}),
@@ -229,6 +337,12 @@ mod tests {
             json!({"type": "string", "pattern": "(".repeat(1000)}),
             json!({"$ref": "#/$defs/missing"}),
             json!({"type": "no type"}),
+            // Parts that must hold together multiply.
+            json!({"allOf": [{"anyOf": objects(150)}, {"anyOf": objects(150)}, {"required": names}]}),
+            json!({"anyOf": objects(150), "oneOf": objects(150)}),
+            json!({"allOf": [{"properties": {"a": {"anyOf": objects(40)}}}, {"properties": {"a": {"anyOf": objects(40)}}}]}),
+            json!({"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"enum": (0..50).collect::<Vec<_>>()}}}),
+            json!({"$ref": "#/$defs/d0", "$defs": doubled}),
         ];
         for bomb in bombs {
             let shown: String = bomb.to_string().chars().take(80).collect();

@@ -1,11 +1,13 @@
 //! The model as requests see it: its name, tokens and template.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::OnceLock;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
 use candle_lm::chat::ChatTemplate;
 use candle_lm::files::Files;
+use candle_lm::tokens;
 use tokenizers::Tokenizer;
 
 use super::calls::CallFormat;
@@ -19,6 +21,7 @@ pub struct ServedModel {
     /// When it was opened, in seconds since 1970.
     pub(super) created: u64,
     pub(super) tokenizer: Tokenizer,
+    plain: OnceLock<Tokenizer>,
     pub(super) template: Option<ChatTemplate>,
     /// How many tokens the model's logits have.
     pub(super) vocab_size: usize,
@@ -77,10 +80,16 @@ impl ServedModel {
             markers: markers.map(|(id, token)| (id, token.content)).collect(),
             grammars: Grammars::new(&texts, vocab_size, ends),
             tokenizer,
+            plain: OnceLock::new(),
             template,
             vocab_size,
             texts,
         }
+    }
+
+    /// The tokenizer for which names of special tokens are text, which is made for the first message with such a name.
+    pub(super) fn plain(&self) -> &Tokenizer {
+        self.plain.get_or_init(|| tokens::plain(&self.tokenizer))
     }
 
     /// The bytes that a token writes.

@@ -38,7 +38,7 @@ const LONGEST_STOP: usize = 1000;
 /// The most tokens with a bias.
 const MOST_BIASES: usize = 4096;
 /// The most log-probabilities of all texts of a request.
-const MOST_LOGPROBS: usize = 1 << 20;
+const MOST_LOGPROBS: usize = 1 << 17;
 
 /// What a request says of all its texts.
 pub(super) struct Parameters {
@@ -114,23 +114,29 @@ impl Parameters {
         })
     }
 
-    /// The request for one text, the `place`-th for its prompt, which has `room` for more tokens.
-    ///
-    /// # Errors
-    /// If all texts together ask for too many log-probabilities.
-    pub(super) fn request(&self, prompt: Vec<u32>, most: usize, place: usize) -> ApiResult<ServeRequest> {
-        let told = self
-            .logprobs
-            .map_or(0, |top| (top + 1).saturating_mul(most + prompt.len()).saturating_mul(self.count));
-        if told > MOST_LOGPROBS {
-            return Err(ApiError::invalid(
-                "logprobs",
-                format!(
-                    "The request asks for {told} log-probabilities, and at most {MOST_LOGPROBS} are told: ask for fewer tokens, texts or top ones."
-                ),
-            ));
+    /// The most tokens of each of so many texts whose log-probabilities are told.
+    pub(super) fn most_told(&self, texts: usize) -> usize {
+        let each = |top: usize| MOST_LOGPROBS / (top + 1).saturating_mul(texts.max(1));
+        self.logprobs.map_or(usize::MAX, each).max(1)
+    }
+
+    /// Refuses a request whose texts together have too many `tokens` for their log-probabilities.
+    pub(super) fn check_told(&self, tokens: usize) -> ApiResult<()> {
+        let told = self.logprobs.map_or(0, |top| (top + 1).saturating_mul(tokens));
+        if told <= MOST_LOGPROBS {
+            return Ok(());
         }
-        Ok(ServeRequest {
+        Err(ApiError::invalid(
+            "logprobs",
+            format!(
+                "The request asks for {told} log-probabilities, and at most {MOST_LOGPROBS} are told: ask for fewer tokens, texts or top ones."
+            ),
+        ))
+    }
+
+    /// The request for one text, the `place`-th of all texts, which has at most so many tokens.
+    pub(super) fn request(&self, prompt: Vec<u32>, most: usize, place: usize) -> ServeRequest {
+        ServeRequest {
             sampling: Sampling { seed: self.sampling.seed.wrapping_add(place as u64), ..self.sampling },
             logit_bias: self.logit_bias.clone(),
             stop_tokens: self.stop_tokens.clone(),
@@ -140,7 +146,7 @@ impl Parameters {
             cache_salt: self.salt,
             client: self.client,
             ..ServeRequest::new(prompt, most)
-        })
+        }
     }
 }
 
@@ -193,15 +199,23 @@ fn stops_of(fields: &Fields, model: &ServedModel) -> ApiResult<(Vec<String>, BTr
             format!("`stop` has too many texts, or an empty or a long one: give {wanted}."),
         ));
     }
-    let (texts, tokens) = stops::split(&texts, &model.tokenizer)
-        .map_err(|error| ApiError::invalid("stop", format!("{error:#}").replace("--stop", "`stop`")))?;
-    let mut tokens: BTreeSet<u32> = tokens.into_iter().collect();
+    // A special token and other text, which some clients send, never match together: it stays a text that ends nothing.
+    let (mut stops, mut tokens) = (Vec::new(), BTreeSet::new());
+    for text in texts {
+        match stops::split(std::slice::from_ref(&text), &model.tokenizer) {
+            Ok((texts, special)) => {
+                stops.extend(texts);
+                tokens.extend(special);
+            }
+            Err(_) => stops.push(text),
+        }
+    }
     for token in fields.list("stop_token_ids")?.into_iter().flatten() {
         tokens.insert(
             fields::token(token, model.vocab_size).ok_or_else(|| unknown("stop_token_ids", token, model))?,
         );
     }
-    Ok((texts, tokens))
+    Ok((stops, tokens))
 }
 
 fn unknown(name: &'static str, token: &Value, model: &ServedModel) -> ApiError {

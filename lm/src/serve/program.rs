@@ -115,7 +115,9 @@ fn listen(
 ) -> Result<Front> {
     let given = &args.serve;
     let mut keys = given.api_key_file.as_deref().map(ApiKeys::read).transpose()?.unwrap_or_default();
-    if let Some(key) = env::var(KEY).ok().filter(|key| !key.is_empty() && keys.is_empty()) {
+    // A file that was read into the variable ends with a line break.
+    let given_key = env::var(KEY).ok().map(|key| key.trim().to_owned());
+    if let Some(key) = given_key.filter(|key| !key.is_empty() && keys.is_empty()) {
         ensure!(key.len() >= 8, "{KEY} has fewer than 8 bytes, which can be guessed: give a longer one");
         keys.add(KEY, &key);
     }

@@ -64,18 +64,22 @@ pub(super) struct ReplyReader {
     form: ReplyForm,
     state: ReplyState,
     waiting: String,
+    /// Whether a call may have become whole with the last piece: a long one is not parsed again for each token.
+    may_close: bool,
     /// Whether the answer has begun.
     has_text: bool,
     calls: usize,
 }
 
+/// The most bytes of what may be a call that are parsed with each piece.
+const SHORT: usize = 512;
 const THINK: &str = "<think>";
 const THOUGHT: &str = "</think>";
 
 impl ReplyReader {
     pub(super) fn new(form: ReplyForm) -> Self {
         let state = if form.begins_thinking { ReplyState::Thoughts } else { ReplyState::Start };
-        Self { form, state, waiting: String::new(), has_text: false, calls: 0 }
+        Self { form, state, waiting: String::new(), may_close: false, has_text: false, calls: 0 }
     }
 
     /// Whether what comes next is hidden from log-probabilities, as thoughts are.
@@ -91,6 +95,7 @@ impl ReplyReader {
     /// Reads more text, the last one if `is_whole`, and appends what is clear now.
     pub(super) fn read(&mut self, more: &str, is_whole: bool, deltas: &mut Vec<ReplyDelta>) {
         self.waiting.push_str(more);
+        self.may_close = is_whole || self.waiting.len() <= SHORT || more.contains(['}', ']', '>']);
         match self.form.calls.clone() {
             CallForm::Arguments(name) => self.read_arguments(name, is_whole, deltas),
             CallForm::List => self.read_list(is_whole, deltas),
@@ -113,7 +118,12 @@ impl ReplyReader {
         loop {
             let rest =
                 self.waiting.trim_start_matches(|c: char| c.is_whitespace() || matches!(c, '[' | ',' | ']'));
-            self.waiting = rest.to_owned();
+            if rest.len() < self.waiting.len() {
+                self.waiting = rest.to_owned();
+            }
+            if !self.may_close {
+                return;
+            }
             match calls::value(&self.waiting) {
                 Ok(Some((value, bytes))) => {
                     self.waiting.drain(..bytes);
@@ -229,6 +239,9 @@ impl ReplyReader {
             self.state = ReplyState::Text;
             return true;
         };
+        if !self.may_close {
+            return false;
+        }
         match format.read(&self.waiting, is_whole, &self.form.tools) {
             CallRead::Calls(calls, bytes) => {
                 self.waiting.drain(..bytes);
@@ -319,8 +332,9 @@ mod tests {
     }
 
     fn free(format: CallFormat) -> ReplyForm {
-        let tools = vec![json!({"type": "function", "function": {"name": "f", "parameters": {
-            "type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}}})];
+        let f = json!({"type": "function", "function": {"name": "f", "parameters": {
+            "type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}}});
+        let tools = vec![f, json!({"type": "function", "function": {"name": "g"}})];
         ReplyForm {
             thinks: true,
             calls: CallForm::Free(format),
@@ -392,6 +406,20 @@ mod tests {
             &[("f", r#"{"n":1}"#), ("g", "{}")],
         );
         check(&listed, "I cannot.", "I cannot.", "", &[]);
+    }
+
+    #[test]
+    fn answers_that_look_like_calls_of_unknown_functions_are_text() {
+        for (format, text) in [
+            (CallFormat::Bare, r#"{"name": "Zoe", "age": 3}"#),
+            (CallFormat::Bare, r#"{"name": "Zoe", "parameters": {}}"#),
+            (CallFormat::Tagged, r#"<tool_call>{"name": "Zoe", "arguments": {}}</tool_call>"#),
+            (CallFormat::Tagged, "<tool_call><function=Zoe></function></tool_call>"),
+            (CallFormat::Listed, r#"[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "Zoe"}]"#),
+            (CallFormat::Listed, r#"[TOOL_CALLS]Zoe[ARGS]{"n": 1}"#),
+        ] {
+            check(&free(format), text, text, "", &[]);
+        }
     }
 
     #[test]

@@ -6,15 +6,17 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use axum::body::{Body, Bytes, to_bytes};
+use axum::body::{Body, HttpBody};
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Uri, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::routing::{get, post};
 use axum::{Extension, Router};
 use candle_lm::serve::{RequestError, RequestQueue, ServeStatus};
 use candle_lm::tokens;
 use serde_json::{Value, json};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep, timeout};
 
 use super::access::Client;
@@ -46,7 +48,12 @@ pub(super) struct FrontState {
     options: FrontOptions,
     metrics: Metrics,
     prep: PrepThread,
+    /// The bytes of bodies that are kept at once.
+    bodies: Arc<Semaphore>,
 }
+
+/// How many bodies of the largest size are kept at once.
+const LARGE_BODIES: usize = 4;
 
 impl FrontState {
     pub(super) fn new(
@@ -55,7 +62,10 @@ impl FrontState {
         options: FrontOptions,
         bodies: usize,
     ) -> io::Result<Self> {
-        Ok(Self { model, queue, options, metrics: Metrics::new(), prep: PrepThread::start(bodies)? })
+        let prep = PrepThread::start(bodies)?;
+        let bytes = options.limits.body.saturating_mul(LARGE_BODIES).min(Semaphore::MAX_PERMITS);
+        let bodies = Arc::new(Semaphore::new(bytes));
+        Ok(Self { model, queue, options, metrics: Metrics::new(), prep, bodies })
     }
 
     /// The state of the engine, if it takes requests.
@@ -187,15 +197,24 @@ async fn models(State(state): Shared) -> Response<Body> {
     answer::json(StatusCode::OK, &json!({"object": "list", "data": [model_object(&state)]}))
 }
 
-async fn model(State(state): Shared, Path(id): Path<String>) -> Response<Body> {
-    match id == state.model.name {
-        true => answer::json(StatusCode::OK, &model_object(&state)),
-        false => ApiError::no_model(&id, &state.model.name).response(),
+async fn model(State(state): Shared, id: Result<Path<String>, PathRejection>, uri: Uri) -> Response<Body> {
+    // What is no UTF-8 is the name of no model.
+    match id {
+        Ok(Path(id)) if id == state.model.name => answer::json(StatusCode::OK, &model_object(&state)),
+        Ok(Path(id)) => ApiError::no_model(&id, &state.model.name).response(),
+        Err(_) => ApiError::no_route(uri.path()).response(),
     }
 }
 
-/// The body of a request, which is said to be JSON.
-async fn body(state: &FrontState, headers: &HeaderMap, body: Body) -> ApiResult<Bytes> {
+/// The body of a request.
+struct RequestBody {
+    bytes: Vec<u8>,
+    /// Gives its bytes back to others.
+    permit: Option<OwnedSemaphorePermit>,
+}
+
+/// Reads the body of a request, which is said to be JSON.
+async fn body(state: &FrontState, headers: &HeaderMap, body: Body) -> ApiResult<RequestBody> {
     let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
     let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     if kind != "application/json" && !(kind.starts_with("application/") && kind.ends_with("+json")) {
@@ -207,23 +226,31 @@ async fn body(state: &FrontState, headers: &HeaderMap, body: Body) -> ApiResult<
     if declared.is_some_and(|declared| declared > most as u64) {
         return Err(ApiError::too_large(most));
     }
-    match timeout(BODY_TIME, to_bytes(body, most)).await {
-        Ok(Ok(bytes)) => Ok(bytes),
-        Ok(Err(error)) if is_limit(&error) => Err(ApiError::too_large(most)),
-        Ok(Err(_)) | Err(_) => Err(ApiError::slow_body()),
-    }
+    let whole = collect(&state.bodies, body, most);
+    timeout(BODY_TIME, whole).await.unwrap_or_else(|_| Err(ApiError::slow_body()))
 }
 
-/// Whether a body was longer than the limit.
-fn is_limit(error: &axum::Error) -> bool {
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        if error.to_string().contains("length limit") {
-            return true;
+/// Reads up to `most` bytes, as long as there is room for them beside those of other bodies.
+async fn collect(room: &Arc<Semaphore>, body: Body, most: usize) -> ApiResult<RequestBody> {
+    let mut body = std::pin::pin!(body);
+    let mut whole = RequestBody { bytes: Vec::new(), permit: None };
+    while let Some(frame) = poll_fn(|context| body.as_mut().poll_frame(context)).await {
+        let Ok(data) = frame.map_err(|_| ApiError::slow_body())?.into_data() else { continue };
+        if whole.bytes.len() + data.len() > most {
+            return Err(ApiError::too_large(most));
         }
-        cause = error.source();
+        let taken =
+            u32::try_from(data.len()).ok().and_then(|len| room.clone().try_acquire_many_owned(len).ok());
+        let taken = taken.ok_or_else(|| {
+            ApiError::busy("The bodies of other requests take all the room.", Duration::from_secs(1))
+        })?;
+        match &mut whole.permit {
+            Some(permit) => permit.merge(taken),
+            permit => *permit = Some(taken),
+        }
+        whole.bytes.extend_from_slice(&data);
     }
-    error.to_string().contains("length limit")
+    Ok(whole)
 }
 
 /// Reads a body on the thread for it.
@@ -241,7 +268,10 @@ async fn read<T: Send + 'static>(
     let run = move || {
         let limits = &shared.options.limits;
         let context = RequestContext { model: shared.model, limits, client: &client, arrival, room };
-        f(Fields::parse(&body)?, &context)
+        let RequestBody { bytes, permit } = body;
+        let fields = Fields::parse(&bytes);
+        drop((bytes, permit));
+        f(fields?, &context)
     };
     state.prep.run(run).await
 }
@@ -308,7 +338,8 @@ enum Texts {
 
 async fn texts(state: &FrontState, record: &mut RequestRecord, plan: AnswerPlan) -> ApiResult<Texts> {
     let model = state.model;
-    let AnswerPlan { kind, choices: plans, prompt_tokens, streams, includes_usage, param } = plan;
+    let AnswerPlan { kind, choices: plans, prompt_tokens, texts_of_prompt, streams, includes_usage, param } =
+        plan;
     let tells_tokens = plans.first().is_some_and(|plan| plan.request.logprobs.is_some());
     record.begin(prompt_tokens);
     let mut choices = Vec::new();
@@ -318,7 +349,7 @@ async fn texts(state: &FrontState, record: &mut RequestRecord, plan: AnswerPlan)
         let events = state.queue.submit(request).map_err(|error| ApiError::of_submit(error, param))?;
         choices.push(Choice::new(index, model, events, plan));
     }
-    let frame = AnswerFrame::new(kind, model, prompt_tokens);
+    let frame = AnswerFrame::new(kind, model, (prompt_tokens, texts_of_prompt));
     if streams {
         // What fails before its first token is no stream.
         let first = tokio::select! {
@@ -333,7 +364,7 @@ async fn texts(state: &FrontState, record: &mut RequestRecord, plan: AnswerPlan)
     let mut parts: Vec<TextParts> = choices.iter().map(|_| TextParts::default()).collect();
     while !choices.iter().all(Choice::is_over) {
         let (index, step) = any_step(&mut choices, record).await?;
-        step.deltas.into_iter().for_each(|delta| parts[index].push(delta));
+        step.deltas.into_iter().for_each(|delta| parts[index].push(delta, model));
         parts[index].tokens.extend(step.tokens);
         parts[index].end = parts[index].end.or(step.end);
     }
@@ -414,7 +445,7 @@ async fn tokenize(
                 ));
             }
             Some(text) => {
-                context.check_bytes(text.len() / 4, "content")?;
+                context.check_bytes(text.len(), "content")?;
                 let adds = adds.unwrap_or(content.is_none());
                 let made = if adds {
                     tokens::encode_prompt(&model.tokenizer, text)

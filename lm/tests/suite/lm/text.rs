@@ -101,6 +101,39 @@ fn a_character_of_several_tokens_comes_whole_and_a_partial_one_is_not_lost() {
 }
 
 #[test]
+fn bytes_that_never_become_a_character_are_told_and_what_follows_comes_whole() {
+    for (kind, tokenizer) in kinds().into_iter().filter(|(kind, _)| ["SentencePiece", "bytes"].contains(kind))
+    {
+        let prompt = tokens::encode(&tokenizer, "the cat").unwrap();
+        let all = tokens::encode(&tokenizer, "the cat中é").unwrap();
+        let bytes = &all[prompt.len()..];
+        // Behind a byte that continues nothing, at each place.
+        // SentencePiece reads all bytes behind each other as one: a broken one breaks them all.
+        for broken in (1..30).filter(|_| kind == "bytes") {
+            let mut stream = TextStream::new(&tokenizer, &prompt);
+            let written = vec![bytes[1]; broken].into_iter().chain(bytes.iter().copied());
+            let mut said: String = written.map(|token| stream.next(token).unwrap()).collect();
+            said.push_str(&stream.finish().unwrap());
+            let (lost, text) =
+                said.split_at(said.find('中').unwrap_or_else(|| panic!("{kind} {broken}: {said:?}")));
+            assert!(
+                lost.chars().all(|c| c == '\u{FFFD}') && lost.chars().count() == broken,
+                "{kind}: {said:?}"
+            );
+            assert_eq!(text, "中é", "{kind} {broken}");
+        }
+        let mut stream = TextStream::new(&tokenizer, &prompt);
+        let longest = (0..100).scan(0, |waiting, _| {
+            *waiting += 1;
+            let said = stream.next(bytes[1]).unwrap().chars().count();
+            *waiting -= said;
+            Some(*waiting)
+        });
+        assert!(longest.max().unwrap() <= 8, "{kind}");
+    }
+}
+
+#[test]
 fn what_a_tokenizer_file_says_of_cutting_and_filling_up_is_left_out() {
     let mut cuts = facts().tokenizer;
     cuts["truncation"] =

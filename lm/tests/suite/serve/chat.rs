@@ -321,6 +321,9 @@ fn grammars_hold_for_formats_and_forced_calls() {
         assert!(serde_json::from_str::<Value>(&calls[0].1).unwrap().is_object(), "{calls:?}");
         assert!(choice == "required" || calls[0].0 == "clock");
     }
+    // A grammar and calls that the model is free to make exclude each other.
+    let both = json!({"tools": tools(), "response_format": {"type": "json_object"}});
+    assert_eq!(post(server.address, CHAT, &said("Hi", both)).error()["param"], "response_format");
     // A bad one is refused, and the next request works.
     for bad in [json!({"type": "string", "pattern": "foo("}), json!({"type": "what"}), json!(3)] {
         let format = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": bad}});
@@ -341,6 +344,62 @@ fn grammars_hold_for_formats_and_forced_calls() {
         .status,
         200
     );
+}
+
+#[test]
+fn a_grammar_holds_where_the_prompt_begins_thoughts() {
+    let template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n{# </think> #}{% if false %}</think>{% endif %}";
+    let server = ScriptedServer::with(Setting { template: Some(template), ..Setting::default() }, |_| {
+        Script::text("so</think>Yes")
+    });
+    let ask = |fields: Value| {
+        post(server.address, CHAT, &said("Hi", fields)).json()["choices"][0]["message"].clone()
+    };
+    let free = ask(json!({}));
+    assert!(free["content"] == "Yes" && free["reasoning_content"] == "so", "{free}");
+    let made = ask(json!({"response_format": {"type": "json_object"}, "max_tokens": 200}));
+    let content = made["content"].as_str().unwrap();
+    assert!(serde_json::from_str::<Value>(content).unwrap().is_object(), "{made}");
+    assert!(made.get("reasoning_content").is_none(), "{made}");
+}
+
+#[test]
+fn calls_of_mistral_have_names_that_its_template_takes() {
+    let template = "{% if tools %}[TOOL_CALLS]{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}";
+    let server = ScriptedServer::with(Setting { template: Some(template), ..Setting::default() }, |_| {
+        Script::text(r#"[TOOL_CALLS][{"name": "clock", "arguments": {}}]"#)
+    });
+    let whole = post(server.address, CHAT, &said("Hi", json!({"tools": tools()}))).json();
+    let chunks = post(server.address, CHAT, &said("Hi", json!({"tools": tools(), "stream": true}))).chunks();
+    let streamed =
+        chunks.iter().find_map(|chunk| chunk["choices"][0]["delta"]["tool_calls"][0]["id"].as_str());
+    for id in [whole["choices"][0]["message"]["tool_calls"][0]["id"].as_str(), streamed] {
+        let id = id.unwrap();
+        assert!(id.len() == 9 && id.bytes().all(|byte| byte.is_ascii_alphanumeric()), "{id}");
+    }
+}
+
+#[test]
+fn definitions_of_functions_that_cannot_stand_in_one_schema_are_refused() {
+    let server = ScriptedServer::constrained();
+    let tool = |name: &str, reference: &str, kind: &str| {
+        json!({"type": "function", "function": {"name": name, "parameters": {
+            "type": "object", "properties": {"a": {"$ref": reference}}, "$defs": {"a": {"type": kind}}}}})
+    };
+    let ask = |tools: Value| {
+        let fields = json!({"tools": tools, "tool_choice": "required", "max_tokens": 100, "parallel_tool_calls": false});
+        post(server.address, CHAT, &said("Hi", fields))
+    };
+    let known = "#/$defs/a";
+    assert_eq!(ask(json!([tool("f", known, "integer"), tool("g", known, "integer")])).status, 200);
+    for bad in [
+        json!([tool("f", known, "integer"), tool("g", known, "string")]),
+        json!([tool("f", "#", "integer")]),
+        json!([tool("f", "#/properties/a", "integer")]),
+    ] {
+        let refused = ask(bad.clone());
+        assert_eq!((refused.status, &refused.error()["param"]), (400, &json!("tools")), "{bad}");
+    }
 }
 
 #[test]

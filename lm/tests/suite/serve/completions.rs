@@ -100,6 +100,25 @@ fn an_echo_has_the_prompt_and_its_log_probabilities() {
 }
 
 #[test]
+fn texts_of_several_prompts_have_seeds_offsets_and_counts_of_their_own() {
+    let server = ScriptedServer::start(|request| Script::text(&format!("<{}>", request.sampling.seed)));
+    let body = json!({"prompt": ["abcd", "ab"], "n": 2, "seed": 7});
+    let answer = post(server.address, COMPLETE, &body).json();
+    let texts: Vec<&Value> =
+        answer["choices"].as_array().unwrap().iter().map(|choice| &choice["text"]).collect();
+    assert_eq!(texts, ["<7>", "<8>", "<9>", "<10>"]);
+    // Half of each prompt was cached, which counts once.
+    assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 3);
+    // Special tokens, as those that begin texts, are left out of the text.
+    let body = json!({"prompt": [257, 65, 66], "echo": true, "logprobs": 0, "max_tokens": 1});
+    let choice = post(server.address, COMPLETE, &body).json()["choices"][0].clone();
+    assert_eq!(choice["logprobs"]["text_offset"], json!([0, 0, 1, 2]), "{choice}");
+    let many = json!({"prompt": vec![vec![65; 1000]; 8], "echo": true, "logprobs": 20, "max_tokens": 0});
+    let refused = post(server.address, COMPLETE, &many);
+    assert_eq!((refused.status, &refused.error()["param"]), (400, &json!("logprobs")));
+}
+
+#[test]
 fn what_is_not_written_is_refused() {
     let server = ScriptedServer::writing("a");
     for (field, value) in [
@@ -113,6 +132,7 @@ fn what_is_not_written_is_refused() {
         let refused = post(server.address, COMPLETE, &json!({"prompt": "a", field: value}));
         assert_eq!((refused.status, &refused.error()["param"]), (400, &json!(field)), "{}", refused.body);
     }
+    assert_eq!(post(server.address, COMPLETE, &json!({"prompt": "a", "suffix": ""})).status, 200);
     let embeddings = post(server.address, "/v1/embeddings", &json!({"input": "a", "model": "scripted"}));
     assert!(
         embeddings.status == 400 && embeddings.error()["message"].as_str().unwrap().contains("embeddings")
@@ -156,6 +176,8 @@ fn the_model_has_a_name() {
     assert_eq!(get(server.address, "/v1/models/scripted").json(), *model);
     let missing = get(server.address, "/v1/models/an/other");
     assert_eq!((missing.status, &missing.error()["code"]), (404, &json!("model_not_found")));
+    let unreadable = get(server.address, "/v1/models/%FF");
+    assert_eq!((unreadable.status, &unreadable.error()["code"]), (404, &json!("not_found")));
     let missing = post(server.address, COMPLETE, &json!({"model": "gpt-4o", "prompt": "a"}));
     assert_eq!((missing.status, &missing.error()["param"]), (404, &json!("model")));
     assert_eq!(post(server.address, COMPLETE, &json!({"prompt": "a"})).status, 200);

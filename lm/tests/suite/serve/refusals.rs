@@ -63,7 +63,6 @@ fn fields_out_of_range_are_named() {
         ("stop", json!(["a", 1])),
         ("stop", json!(vec!["a"; 17])),
         ("stop", json!("a".repeat(2000))),
-        ("stop", json!("a<|im_end|>")),
         ("stop_token_ids", json!([VOCABULARY])),
         ("tools", json!("clock")),
         ("tools", json!([{"type": "retrieval"}])),
@@ -90,8 +89,14 @@ fn fields_out_of_range_are_named() {
         );
         assert_eq!(error["type"], "invalid_request_error");
     }
-    let too_many = json!({"logprobs": true, "top_logprobs": 20, "n": 16, "max_tokens": 100_000});
-    assert_eq!(post(server.address, CHAT, &said("Hi", too_many)).status, 200, "the room bounds it here");
+    let mut many = json!({"logprobs": true, "top_logprobs": 20, "n": 16, "max_tokens": 100_000});
+    let refused = post(server.address, CHAT, &said("Hi", many.clone()));
+    assert_eq!((refused.status, &refused.error()["param"]), (400, &json!("logprobs")));
+    many["max_tokens"] = json!(null);
+    assert_eq!(post(server.address, CHAT, &said("Hi", many)).status, 200, "the default is what may be told");
+    for empty in [json!({"audio": ""}), json!({"functions": ""}), json!({"stop": ["<|im_end|>\n"]})] {
+        assert_eq!(post(server.address, CHAT, &said("Hi", empty.clone())).status, 200, "{empty}");
+    }
     assert_eq!(post(server.address, CHAT, &said("Hi", json!({}))).status, 200);
 }
 
@@ -175,6 +180,35 @@ fn large_bodies_are_refused_before_they_are_read() {
     }
     assert_eq!(client.answer().unwrap().status, 413);
     assert_eq!(post(server.address, CHAT, &said("Hi", json!({}))).status, 200);
+}
+
+#[test]
+fn bodies_that_take_all_room_are_refused_until_others_end() {
+    let setting =
+        Setting { limits: ServeLimits { body: 10_000, ..ServeLimits::default() }, ..Setting::default() };
+    let server = ScriptedServer::with(setting, |_| Script::text("ok"));
+    let held: Vec<Client> = (0..4)
+        .map(|_| {
+            let mut client = Client::new(server.address);
+            let head = format!("POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10000\r\n\r\n");
+            client.send(format!("{head}{}", "x".repeat(9_900)).as_bytes());
+            client
+        })
+        .collect();
+    let until_status = |wanted: u16| {
+        let until = std::time::Instant::now() + Duration::from_secs(5);
+        loop {
+            let answer = post(server.address, CHAT, &said(&"x".repeat(600), json!({})));
+            if answer.status == wanted {
+                return answer;
+            }
+            assert!(std::time::Instant::now() < until, "{}", answer.body);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    assert!(until_status(429).header("retry-after").is_some());
+    drop(held);
+    until_status(200);
 }
 
 #[test]
