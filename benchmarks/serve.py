@@ -68,10 +68,10 @@ def measure(address, tokens, start):
     for count in (1, 4, 16):
         rate, first = together(address, [text(start + 977 * at + count, 70) for at in range(count)], tokens)
         told[f"{count} at once, tokens/s"], told[f"{count} at once, first token, s"] = rate, first
-    shared = text(start + 31, 500)
+    shared = text(start + 31, 400)
     firsts = [ask(address, f"{shared}\nQuestion {at}: {text(start + at, 8)}", 2)[0][0] for at in range(8)]
     told["shared text, first token, s"] = statistics.median(firsts[1:])
-    long, made = text(start + 57, 1000), []
+    long, made = text(start + 57, 550), []
     writer = threading.Thread(target=lambda: made.append(ask(address, text(start + 5, 20), 2 * tokens)))
     writer.start()
     time.sleep(0.7)
