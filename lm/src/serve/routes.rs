@@ -82,7 +82,7 @@ impl FrontState {
     }
 }
 
-type Shared = State<Arc<FrontState>>;
+type FrontHandle = State<Arc<FrontState>>;
 
 /// Who sent a request, and its name.
 #[derive(Clone, Debug)]
@@ -118,7 +118,7 @@ pub(super) fn router(state: Arc<FrontState>) -> Router {
 const OPEN: [&str; 4] = ["/", "/health", "/ready", "/openapi.json"];
 
 /// Refuses strangers, and names each request.
-async fn guard(State(state): Shared, mut request: Request, next: Next) -> Response<Body> {
+async fn guard(State(state): FrontHandle, mut request: Request, next: Next) -> Response<Body> {
     let given = request.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
     let given = given
         .filter(|id| !id.is_empty() && id.len() <= 128 && id.bytes().all(|byte| byte.is_ascii_graphic()));
@@ -165,7 +165,7 @@ async fn openapi() -> Response<Body> {
 }
 
 /// Whether the process lives and its model goes on.
-async fn health(State(state): Shared) -> Response<Body> {
+async fn health(State(state): FrontHandle) -> Response<Body> {
     let status = state.queue.status();
     let is_stuck = status.running > 0 && status.since_pass.is_some_and(|since| since > LONGEST_PASS);
     match &status.failure {
@@ -176,14 +176,14 @@ async fn health(State(state): Shared) -> Response<Body> {
 }
 
 /// Whether requests are taken.
-async fn ready(State(state): Shared) -> Response<Body> {
+async fn ready(State(state): FrontHandle) -> Response<Body> {
     match state.open() {
         Ok(_) => answer::json(StatusCode::OK, &json!({"status": "ok"})),
         Err(error) => error.response(),
     }
 }
 
-async fn metrics(State(state): Shared) -> Response<Body> {
+async fn metrics(State(state): FrontHandle) -> Response<Body> {
     let text = state.metrics.text(&state.model.name, &state.queue.status());
     of_type("text/plain; version=0.0.4; charset=utf-8", text)
 }
@@ -193,11 +193,15 @@ fn model_object(state: &FrontState) -> Value {
     json!({"id": name, "object": "model", "created": created, "owned_by": "candle-lm", "max_model_len": state.queue.status().room})
 }
 
-async fn models(State(state): Shared) -> Response<Body> {
+async fn models(State(state): FrontHandle) -> Response<Body> {
     answer::json(StatusCode::OK, &json!({"object": "list", "data": [model_object(&state)]}))
 }
 
-async fn model(State(state): Shared, id: Result<Path<String>, PathRejection>, uri: Uri) -> Response<Body> {
+async fn model(
+    State(state): FrontHandle,
+    id: Result<Path<String>, PathRejection>,
+    uri: Uri,
+) -> Response<Body> {
     // What is no UTF-8 is the name of no model.
     match id {
         Ok(Path(id)) if id == state.model.name => answer::json(StatusCode::OK, &model_object(&state)),
@@ -287,7 +291,7 @@ fn record(state: &FrontState, head: &RequestHead, route: &'static str) -> Reques
 }
 
 async fn chat_completions(
-    State(state): Shared,
+    State(state): FrontHandle,
     Extension(head): Extension<RequestHead>,
     request: Request,
 ) -> Response<Body> {
@@ -296,7 +300,7 @@ async fn chat_completions(
 }
 
 async fn completions(
-    State(state): Shared,
+    State(state): FrontHandle,
     Extension(head): Extension<RequestHead>,
     request: Request,
 ) -> Response<Body> {
@@ -393,7 +397,7 @@ async fn any_step(choices: &mut [Choice], record: &mut RequestRecord) -> ApiResu
 }
 
 async fn embeddings(
-    State(state): Shared,
+    State(state): FrontHandle,
     Extension(head): Extension<RequestHead>,
     request: Request,
 ) -> Response<Body> {
@@ -427,7 +431,7 @@ async fn value(
 }
 
 async fn tokenize(
-    State(state): Shared,
+    State(state): FrontHandle,
     Extension(head): Extension<RequestHead>,
     request: Request,
 ) -> Response<Body> {
@@ -461,7 +465,7 @@ async fn tokenize(
 }
 
 async fn detokenize(
-    State(state): Shared,
+    State(state): FrontHandle,
     Extension(head): Extension<RequestHead>,
     request: Request,
 ) -> Response<Body> {
