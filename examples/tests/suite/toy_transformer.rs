@@ -124,7 +124,7 @@ fn the_json_object_is_alone_on_stdout_and_complete() {
     assert!(output.status.success());
     assert!(text(&output.stderr).contains("ms/step"));
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let keys = |value: &Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+    let keys = |value: &Value| value.as_object().unwrap().keys().cloned().sorted().collect::<Vec<_>>();
     assert_eq!(keys(&report), ["parity", "runs"]);
     assert_eq!(keys(&report["parity"]), ["max_grad_diff", "max_logit_diff", "max_loss_diff", "ok"]);
     let runs = report["runs"].as_array().unwrap();
