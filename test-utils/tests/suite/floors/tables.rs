@@ -125,7 +125,7 @@ const CANDLE_DIST: &[Folder] = &[
             "check compared failure object posted gather_text subgroup",
             "pending",
             "call",
-            "point_to_point",
+            "aliases point_to_point",
         ],
         // A group holds its receives that were started.
         up: &[("mod", "posted")],
@@ -149,7 +149,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
         "",
         &[
             "mod real",
-            "bounds conv convert div element master nvrtc parallel prefetch row_order rule weight_sink",
+            "bounds conv convert div element float_op master nvrtc parallel prefetch row_order rule weight_sink",
             "device_rows random rows",
             "few_rows numbers product row_put row_take rows_off_host",
             "embedding_off_host row_sum",
