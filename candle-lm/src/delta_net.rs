@@ -110,12 +110,6 @@ impl DeltaNet {
     ) -> Result<DTensor> {
         let DeltaStreams { channels: [q, k, v], z, gates: [b, a] } = self.inputs.forward(x, self.heads)?;
         let (beta, g) = (b.sigmoid()?.to_dtype(DType::F32)?, self.log_decay(&a)?);
-        let scan = |made: [DTensor; 3],
-                    rest: &[&DTensor],
-                    state: Option<&DTensor>,
-                    documents: Option<&Documents>| {
-            self.mixed(made, [rest[0], rest[1]], state, documents)
-        };
         let mixed = self.convs.forward(
             [&q, &k, &v, &beta, &g],
             documents,
