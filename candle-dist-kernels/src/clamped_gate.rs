@@ -1,5 +1,5 @@
 use candle_core::{Error, Result, Shape, Tensor};
-use candle_dist::{edges, empty};
+use candle_dist_base::{edges, empty};
 
 use super::float_op::{FloatNode, FloatOp};
 use super::function::{Function, logistic, weighted};

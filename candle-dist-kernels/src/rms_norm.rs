@@ -1,5 +1,5 @@
 use candle_core::{D, Device, Result, Shape, Tensor};
-use candle_dist::{edges, empty};
+use candle_dist_base::{edges, empty};
 
 use super::{
     TensorReader, check_vector, compute_dtype,

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Result, Shape, Tensor, bail};
-use candle_dist::{edges, empty};
+use candle_dist_base::{edges, empty};
 
 use super::{
     TensorReader, check_dtype, compute_dtype,

@@ -68,14 +68,10 @@
 //! # Ok::<(), candle_dist::WorldError>(())
 //! ```
 pub mod backend;
-pub mod bits;
 mod call;
 pub mod comm;
 pub mod control;
 mod copies;
-#[doc(hidden)]
-pub mod edges;
-pub mod empty;
 mod error;
 mod freeable;
 pub mod functional;
@@ -92,7 +88,6 @@ pub mod row_changes;
 #[doc(hidden)]
 pub mod rows;
 mod store;
-mod sums;
 #[doc(hidden)]
 pub mod switch;
 #[cfg(feature = "testing")]
@@ -105,6 +100,9 @@ mod warning;
 mod world;
 
 pub use candle_core;
+#[doc(hidden)]
+pub use candle_dist_base::edges;
+pub use candle_dist_base::{bits, empty, sum_dtype};
 pub use candle_dist_derive::TensorTree;
 
 pub use call::{Collective, Cut, Op, ReduceOp};
@@ -121,7 +119,6 @@ pub use group::{
 };
 pub use mesh::{Axis, DeviceMesh};
 pub use store::Store;
-pub use sums::sum_dtype;
 pub use train::{
     ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, GradMark, InitialSync, LocalSgd,
     LocalSgdOptions, PendingGrads, ShardedVar, SyncOptions, add_grad, named_vars, round_grads,

@@ -244,6 +244,19 @@ impl ProcessGroup {
     }
 
     /// Reduces all ranks' tensors elementwise, on every rank. Shapes must be equal.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::{ReduceOp, World};
+    ///
+    /// World::threads(2).run(|ctx| -> candle_dist::Result<()> {
+    ///     let x = Tensor::new(&[40_000f32], &Device::Cpu)?.to_dtype(DType::F16)?; // twice this is no f16
+    ///     let half = ctx.group().all_reduce(&x, ReduceOp::pre_mul_sum(0.5))?;
+    ///     assert_eq!(half.to_dtype(DType::F32)?.to_vec1::<f32>()?, [40_000.0]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
     #[track_caller]
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
         self.collect(Call::on(Collective::AllReduce(op), tensor), tensor)
