@@ -7,6 +7,7 @@ use candle_shard::nn::{KvCache, LatentCache, RotatingKvCache, SequenceCache, Tex
 use candle_shard::{DTensor, Error, Result, TokenOrder};
 
 use crate::config::Config;
+use crate::config::mixers::MixerKind;
 use crate::step::{SlotPast, SlotTokens};
 
 /// The dim of the tokens in keys and values `[batch, heads, tokens, dim]`.
@@ -73,10 +74,10 @@ impl SequenceParts<'_> {
 impl LayerCache {
     /// That of the layer of this number.
     fn of(config: &Config, layer: usize, room: usize) -> Self {
-        match config.parts.window(layer) {
-            _ if config.parts.mixer(layer).is_recurrent() => Self::State(LayerState::default()),
-            _ if config.parts.latent.is_some() => Self::Latent(LatentCache::new(TOKENS, room)),
-            Some(window) if window < room => Self::Window(RotatingKvCache::new(TOKENS, window)),
+        match (config.parts.mixer(layer), config.parts.window(layer)) {
+            (MixerKind::Latent(_), _) => Self::Latent(LatentCache::new(TOKENS, room)),
+            (mixer, _) if mixer.is_recurrent() => Self::State(LayerState::default()),
+            (_, Some(window)) if window < room => Self::Window(RotatingKvCache::new(TOKENS, window)),
             _ => Self::All(KvCache::new(TOKENS, room)),
         }
     }

@@ -40,11 +40,10 @@ impl Mixer {
         Ok(Some(match config.parts.mixer(layer) {
             MixerKind::None => return Ok(None),
             MixerKind::Attention => {
-                let vb = vb.pp("self_attn");
-                match config.parts.latent {
-                    None => Self::Attention(SelfAttention::new(config, layer, &vb)?.into()),
-                    Some(widths) => Self::Latent(LatentAttention::new(config, widths, &vb)?.into()),
-                }
+                Self::Attention(SelfAttention::new(config, layer, &vb.pp("self_attn"))?.into())
+            }
+            MixerKind::Latent(widths) => {
+                Self::Latent(LatentAttention::new(config, widths, &vb.pp("self_attn"))?.into())
             }
             MixerKind::DeltaNet(heads) => {
                 Self::DeltaNet(Box::new(DeltaNet::new(config, heads, &vb.pp("linear_attn"))?))

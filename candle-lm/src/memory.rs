@@ -37,11 +37,10 @@ pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp
     let heads = if key_value < tp { query } else { key_value };
     // Each rank has all latents.
     let of_token =
-        config.parts.latent.map_or(2 * heads * dim, |widths| tp.max(1) * (widths.rank + widths.rotary));
+        config.parts.latent().map_or(2 * heads * dim, |widths| tp.max(1) * (widths.rank + widths.rotary));
     let part = room.div_ceil(cp.max(1));
     let kept = |layer| config.parts.window(layer).filter(|&window| window < room).unwrap_or(part);
-    let attention =
-        (0..config.num_hidden_layers).filter(|&layer| config.parts.mixer(layer) == MixerKind::Attention);
+    let attention = (0..config.num_hidden_layers).filter(|&layer| config.parts.mixer(layer).is_attention());
     let tokens: usize = attention.map(kept).fold(0, usize::saturating_add);
     let keys = [tokens, of_token, dtype.size_in_bytes()].into_iter().fold(1, usize::saturating_mul);
     keys.saturating_add(config.state_bytes(tp)).saturating_mul(texts)
@@ -139,12 +138,12 @@ fn held_blocks(files: &Files, held: &ModelOptions, tp: usize, name: &str) -> Res
     let is_kept = match (name.rsplit('.').nth(1).unwrap_or_default(), attention(name), experts) {
         (_, _, Some(layer)) => all(EXPERTS.map(|part| format!("{layer}{part}")))?,
         ("router" | "kv_b_proj", ..) => false,
-        ("o_proj", ..) if let Some(widths) = files.config.parts.latent => {
+        ("o_proj", ..) if let Some(widths) = files.config.parts.latent() => {
             let Heads { query: count, .. } = files.config.heads();
             let heads = Heads { query: count, key_value: count, dim: widths.value };
             (heads.together(tp, own.block_size()) * widths.value).is_multiple_of(own.block_size())
         }
-        _ if files.config.parts.latent.is_some() => true,
+        _ if files.config.parts.latent().is_some() => true,
         ("q_proj" | "k_proj" | "v_proj", Some(names), _) => all(names)?,
         ("o_proj", Some(names), _) => {
             let is_gated = files.config.parts.gated_attention;

@@ -64,13 +64,10 @@ const FEED_FORWARD: [(&str, WeightCut); 3] =
     [("gate_proj", WeightCut::Columns), ("up_proj", WeightCut::Columns), ("down_proj", WeightCut::Rows)];
 
 /// The modules of a mixer that are cut: its inputs by columns, and its output by rows.
-fn cut_modules(
-    mixer: MixerKind,
-    latent: Option<LatentWidths>,
-) -> Option<(&'static [&'static str], &'static str)> {
+fn cut_modules(mixer: MixerKind) -> Option<(&'static [&'static str], &'static str)> {
     Some(match mixer {
         MixerKind::None => return None,
-        MixerKind::Attention if let Some(LatentWidths { query, .. }) = latent => {
+        MixerKind::Latent(LatentWidths { query, .. }) => {
             (&LATENT[usize::from(query.is_none())], "self_attn.o_proj")
         }
         MixerKind::Attention => (&["self_attn"], "self_attn.o_proj"),
@@ -131,9 +128,7 @@ impl Decoder {
         }
         let mut mixers: Vec<MixerKind> = Vec::new();
         for mixer in (0..config.num_hidden_layers).map(|layer| config.parts.mixer(layer)) {
-            if let (false, Some((columns, rows))) =
-                (mixers.contains(&mixer), cut_modules(mixer, config.parts.latent))
-            {
+            if let (false, Some((columns, rows))) = (mixers.contains(&mixer), cut_modules(mixer)) {
                 let pattern = |module: &str| format!("model.layers.*.{module}");
                 cuts.extend(columns.iter().map(|module| (pattern(module), WeightCut::Columns)));
                 cuts.push((pattern(rows), WeightCut::Rows));

@@ -12,7 +12,7 @@ use crate::config::Config;
 /// How many heads the rows of a module have, if it is one of queries or keys whose pairs are moved.
 fn heads(config: &Config, path: &str) -> Option<usize> {
     let heads = config.heads();
-    if config.parts.latent.is_some() {
+    if config.parts.latent().is_some() {
         return None;
     }
     match path.rsplit('.').next()? {

@@ -6,6 +6,7 @@ use serde_json::Value;
 use super::Config;
 use super::fields::{Fields, shortened};
 use super::mamba::MambaHeads;
+use super::parts::LatentWidths;
 
 /// What mixes the tokens of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,6 +15,8 @@ pub enum MixerKind {
     None,
     /// Attention, which keeps keys and values of tokens.
     Attention,
+    /// Attention whose keys and values are made of latents, which it keeps.
+    Latent(LatentWidths),
     /// A gated short convolution, whose state is the last inputs.
     ShortConv {
         /// The inputs that a token sees, its own included.
@@ -62,15 +65,20 @@ impl DeltaHeads {
 }
 
 impl MixerKind {
+    /// Whether it is attention, and keeps something of each token.
+    pub fn is_attention(self) -> bool {
+        matches!(self, Self::Attention | Self::Latent(_))
+    }
+
     /// Whether it keeps a state of a text in the place of keys and values of its tokens.
     pub fn is_recurrent(self) -> bool {
-        !matches!(self, Self::Attention | Self::None)
+        !self.is_attention() && self != Self::None
     }
 
     /// The numbers of the state of a text in 32 bits, in a model of this width, on all `tp` ranks together.
     pub fn state_size(self, hidden: usize, tp: usize) -> usize {
         match self {
-            Self::Attention | Self::None => 0,
+            Self::Attention | Self::Latent(_) | Self::None => 0,
             Self::Mamba(heads) => heads.state_size(tp),
             Self::ShortConv { taps } => hidden.saturating_mul(taps.saturating_sub(1)),
             Self::DeltaNet(heads) => {

@@ -183,7 +183,7 @@ impl Config {
             ..(fields.family.parts)(&fields, num_hidden_layers)?
         };
         // A head's share of latent attention, whatever the field says.
-        let head_dim = match &parts.latent {
+        let head_dim = match parts.latent() {
             Some(widths) => Some(widths.own + widths.rotary),
             None => fields.optional_size("head_dim", MOST)?.or(absent.head_dim),
         };
@@ -230,7 +230,7 @@ impl Config {
             "num_key_value_heads {key_value} does not divide num_attention_heads {query}"
         );
         ensure!(
-            self.parts.latent.is_none() || query == key_value,
+            self.parts.latent().is_none() || query == key_value,
             "num_key_value_heads is {key_value}, and latent attention has as many as num_attention_heads, which is {query}"
         );
         let width = self.rotary_width();
@@ -245,7 +245,7 @@ impl Config {
     /// The elements of a head that have rotary positions: its first ones, or the last ones of latent attention.
     pub(super) fn rotary_width(&self) -> usize {
         let share = (self.heads().dim as f64 * self.parts.rotary_share) as usize;
-        self.parts.latent.map_or(share, |widths| widths.rotary)
+        self.parts.latent().map_or(share, |widths| widths.rotary)
     }
 
     /// The longest sequence: positions that are scaled by its length go beyond what was learned.

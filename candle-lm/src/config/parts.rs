@@ -63,8 +63,6 @@ pub struct Parts {
     pub experts: Option<Experts>,
     /// How many layers behind the others predict further tokens, where files have them; they are left out.
     pub draft_layers: usize,
-    /// The latents that keys and values are made of, if they are.
-    pub latent: Option<LatentWidths>,
     /// Whether each query head has a gate of the output of attention, in the rows behind its own.
     pub gated_attention: bool,
     /// What mixes the tokens of each layer; attention in all without a list.
@@ -235,7 +233,6 @@ impl Default for Parts {
             fused: &[],
             experts: None,
             draft_layers: 0,
-            latent: None,
             gated_attention: false,
             mixers: Vec::new(),
             names: &[],
@@ -259,6 +256,14 @@ impl Parts {
     /// What mixes the tokens of a layer.
     pub fn mixer(&self, layer: usize) -> MixerKind {
         self.mixers.get(layer).copied().unwrap_or(MixerKind::Attention)
+    }
+
+    /// The latents that keys and values of some layers are made of, if they are.
+    pub fn latent(&self) -> Option<LatentWidths> {
+        self.mixers.iter().find_map(|mixer| match mixer {
+            MixerKind::Latent(widths) => Some(*widths),
+            _ => None,
+        })
     }
 
     /// Whether a layer has a feed-forward network, or experts.

@@ -78,6 +78,7 @@ impl Config {
         let mut tensors = match self.parts.mixer(layer) {
             MixerKind::None => Vec::new(),
             MixerKind::Attention => self.of_attention(&named),
+            MixerKind::Latent(widths) => self.of_latent_attention(&widths, &named),
             MixerKind::DeltaNet(heads) => self.of_delta(heads, layer, &named),
             MixerKind::Mamba(heads) => {
                 let of_layer = |(name, shape)| (format!("model.layers.{layer}.{name}"), shape);
@@ -146,13 +147,6 @@ impl Config {
         let hidden = self.hidden_size;
         let Heads { query, key_value, dim } = self.heads();
         let Parts { qkv_bias, output_bias, qk_norm, gated_attention, .. } = self.parts;
-        if let Some(widths) = &self.parts.latent {
-            let mut tensors = linear_tensors(&self.of_latents(widths), named);
-            let query = widths.query.map(|width| (named("self_attn.q_a_layernorm", "weight"), vec![width]));
-            tensors.extend(query);
-            tensors.push((named("self_attn.kv_a_layernorm", "weight"), vec![widths.rank]));
-            return tensors;
-        }
         let queries = if gated_attention { 2 * query } else { query };
         let attention = [
             ("self_attn.q_proj", queries * dim, hidden, qkv_bias),
@@ -167,6 +161,19 @@ impl Config {
         {
             tensors.push((named(&format!("self_attn.{name}"), "weight"), vec![width]));
         }
+        tensors
+    }
+
+    /// Those of latent attention.
+    fn of_latent_attention(
+        &self,
+        widths: &LatentWidths,
+        named: &dyn Fn(&str, &str) -> String,
+    ) -> Vec<NamedShape> {
+        let mut tensors = linear_tensors(&self.of_latents(widths), named);
+        let query = widths.query.map(|width| (named("self_attn.q_a_layernorm", "weight"), vec![width]));
+        tensors.extend(query);
+        tensors.push((named("self_attn.kv_a_layernorm", "weight"), vec![widths.rank]));
         tensors
     }
 
@@ -245,7 +252,7 @@ impl Config {
         let of_mixer = |(layer, mixer): (usize, &MixerKind)| {
             let name = |name: &str| format!("model.layers.{layer}.{name}.weight");
             match mixer {
-                MixerKind::Attention | MixerKind::None => Vec::new(),
+                MixerKind::Attention | MixerKind::Latent(_) | MixerKind::None => Vec::new(),
                 MixerKind::Mamba(heads) => {
                     let at = |name: String| format!("model.layers.{layer}.{name}");
                     let all = |(name, parts): (String, Vec<(String, usize)>)| {

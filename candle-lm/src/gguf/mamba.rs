@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use candle_shard::Weights;
 use serde_json::{Map, Value, json};
 
-use super::{Metadata, plain};
+use super::{KEY_HEADS, Metadata, one_of, plain};
 use crate::config::MOST_LAYERS;
 
 /// The architectures that have such layers.
@@ -79,13 +79,8 @@ pub(super) fn fields(
     };
     let (keys, inners) = (list(fields, "num_key_value_heads"), list(fields, "intermediate_size"));
     let one_of = |name: &str, list: &[Value]| {
-        let mut others = list.iter().filter(|count| **count != json!(0));
-        let count = others.next().cloned().unwrap_or(json!(1));
-        ensure!(
-            others.all(|other| *other == count),
-            "{kind}: layers have unlike {name}, which is not supported"
-        );
-        Ok(count)
+        let count = one_of(kind, name, list.iter().filter(|count| **count != json!(0)))?;
+        anyhow::Ok(count.unwrap_or(json!(1)))
     };
     match kind {
         "mamba2" => {
@@ -102,7 +97,7 @@ pub(super) fn fields(
             fields.remove("num_key_value_heads");
         }
         _ => {
-            fields.insert("num_key_value_heads".into(), one_of("numbers of key heads", &keys)?);
+            fields.insert("num_key_value_heads".into(), one_of(KEY_HEADS, &keys)?);
             fields.insert("intermediate_size".into(), one_of("widths of feed-forward networks", &inners)?);
             let kind_of = |(keys, inner): (&Value, &Value)| match (kind, *keys != json!(0)) {
                 (_, true) => "full_attention",

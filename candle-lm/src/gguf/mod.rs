@@ -286,7 +286,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         fields.entry("sliding_window").or_insert(Value::Null);
     }
     if ["granite", "granitemoe"].contains(&kind.as_str()) {
-        granite(&mut fields);
+        granite(kind, &mut fields)?;
     }
     rope::fields(kind, metadata, (weights, has_values), &mut fields)?;
     match latent::is_kind(kind) {
@@ -305,7 +305,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         fields.insert("block_auto_adjust_ff_dim".into(), json!(false));
     }
     if kind.starts_with("lfm2") {
-        lfm2(&mut fields)?;
+        lfm2(kind, &mut fields)?;
     }
     if mamba::KINDS.contains(&kind.as_str()) {
         mamba::fields(kind, metadata, weights, &mut fields)?;
@@ -337,7 +337,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         config.parts.rotary = vec![false; config.num_hidden_layers];
     }
     let (dim, turned) = (config.heads().dim, config.rotary_width());
-    let value = config.parts.latent.is_none().then_some(("attention.value_length", dim));
+    let value = config.parts.latent().is_none().then_some(("attention.value_length", dim));
     let is_turned = (0..config.num_hidden_layers).any(|layer| config.parts.is_rotary(layer));
     let rotary = is_turned.then_some(("rope.dimension_count", turned));
     for (key, width) in value.into_iter().chain(rotary) {
@@ -362,11 +362,11 @@ fn gemma(kind: &str, fields: &mut Map<String, Value>, number: &dyn Fn(&str) -> O
 
 /// What converters write into files of Granite 4 whose layers all have attention: keys of layers that are not there, and a number of key
 /// heads for each layer.
-fn granite(fields: &mut Map<String, Value>) {
+fn granite(kind: &str, fields: &mut Map<String, Value>) -> Result<()> {
     if let Some(Value::Array(heads)) = fields.get("num_key_value_heads")
-        && let Some(first) = heads.first().filter(|first| heads.iter().all(|one| one == *first)).cloned()
+        && let Some(count) = one_of(kind, KEY_HEADS, heads.iter())?
     {
-        fields.insert("num_key_value_heads".into(), first);
+        fields.insert("num_key_value_heads".into(), count);
     }
     for name in ["conv_kernel", "ssm_inner_size", "mamba_num_heads", "n_groups", "ssm_state_size"] {
         fields.remove(name);
@@ -375,6 +375,20 @@ fn granite(fields: &mut Map<String, Value>) {
         fields.remove("shared_expert_intermediate_size");
         fields.remove("shared_intermediate_size");
     }
+    Ok(())
+}
+
+/// What errors call the numbers of key heads.
+const KEY_HEADS: &str = "numbers of key heads";
+
+/// The number that layers of this kind have, which is said for each of them; `None` for an empty list.
+///
+/// # Errors
+/// If some layers have another one.
+fn one_of<'a>(kind: &str, what: &str, mut list: impl Iterator<Item = &'a Value>) -> Result<Option<Value>> {
+    let Some(first) = list.next() else { return Ok(None) };
+    ensure!(list.all(|other| other == first), "{kind}: layers have unlike {what}, which is not supported");
+    Ok(Some(first.clone()))
 }
 
 /// The list of layers with a window, where it is written.
@@ -389,16 +403,11 @@ fn layer_types(fields: &mut Map<String, Value>) {
 }
 
 /// What files of LFM2 say of layers: those without key heads are convolutions.
-fn lfm2(fields: &mut Map<String, Value>) -> Result<()> {
+fn lfm2(kind: &str, fields: &mut Map<String, Value>) -> Result<()> {
     let heads = fields.get("num_key_value_heads").cloned().unwrap_or_default();
     let Value::Array(heads) = heads else { return Ok(()) };
-    let mut others = heads.iter().filter(|count| **count != json!(0));
-    let count = others.next().cloned().unwrap_or(json!(1));
-    ensure!(
-        others.all(|other| *other == count),
-        "lfm2.attention.head_count_kv has unlike numbers of key heads, which is not supported"
-    );
-    fields.insert("num_key_value_heads".into(), count);
+    let count = one_of(kind, KEY_HEADS, heads.iter().filter(|count| **count != json!(0)))?;
+    fields.insert("num_key_value_heads".into(), count.unwrap_or(json!(1)));
     let kind = |count: &Value| if *count == json!(0) { "conv" } else { "full_attention" };
     fields.insert("layer_types".into(), heads.iter().map(kind).collect());
     Ok(())

@@ -9,7 +9,6 @@ use candle_dist::ClipGradNorm;
 use candle_shard::nn::{AdamW, Parameters};
 
 use crate::config::Config;
-use crate::config::mixers::MixerKind;
 
 /// The floating-point operations that a token takes in a training step: 6 for each parameter that computes, and
 /// `12 * layers * width * tokens` for the attention to a sequence of so many tokens, as in the paper of PaLM.
@@ -33,10 +32,9 @@ pub fn flops_per_token(config: &Config, seq_len: usize) -> f64 {
     let parameters: usize = active.map(|(name, shape)| config.active(name, shape)).sum();
     let heads = config.heads();
     // Queries meet keys, and weights meet values.
-    let widths = heads.dim + config.parts.latent.map_or(heads.dim, |widths| widths.value);
+    let widths = heads.dim + config.parts.latent().map_or(heads.dim, |widths| widths.value);
     let seen = |layer| config.parts.window(layer).map_or(seq_len, |window| window.min(seq_len));
-    let attention =
-        (0..config.num_hidden_layers).filter(|&layer| config.parts.mixer(layer) == MixerKind::Attention);
+    let attention = (0..config.num_hidden_layers).filter(|&layer| config.parts.mixer(layer).is_attention());
     let seen: usize = attention.map(seen).sum();
     6.0 * parameters as f64 + 6.0 * (heads.query * widths) as f64 * seen as f64
 }

@@ -10,6 +10,7 @@ use crate::config::experts::{DEEPSEEK_FIELDS, Experts, MISTRAL};
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::{False, One, Text, True};
 use crate::config::fields::{Fields, joined};
+use crate::config::mixers::MixerKind;
 use crate::config::parts::{LatentWidths, Parts};
 use crate::config::{MOST, rope};
 
@@ -55,7 +56,7 @@ pub(super) static FAMILIES: [Family; 5] = [
                 }
             };
             let (scores, normalize) = (Scores::Softmax, false);
-            latent(fields, Experts { scores, groups, has_bias: false, normalize, ..experts })
+            latent(fields, layers, Experts { scores, groups, has_bias: false, normalize, ..experts })
         },
     },
     Family {
@@ -66,8 +67,8 @@ pub(super) static FAMILIES: [Family; 5] = [
         parts: |fields, layers| {
             let (scores, names) = (Scores::Softmax, &MISTRAL);
             let experts = Experts { scores, has_bias: false, names, ..experts(fields, layers)? };
-            let parts = Parts { temperature: rope::temperature(fields)?, ..latent(fields, experts)? };
-            if let Some(LatentWidths { own, rotary, .. }) = parts.latent {
+            let parts = Parts { temperature: rope::temperature(fields)?, ..latent(fields, layers, experts)? };
+            if let Some(LatentWidths { own, rotary, .. }) = parts.latent() {
                 let share = rope::share(fields)?;
                 ensure!(
                     share == 1.0 || (share * (own + rotary) as f64 - rotary as f64).abs() < 1e-6,
@@ -81,7 +82,7 @@ pub(super) static FAMILIES: [Family; 5] = [
 ];
 
 fn v3(fields: &Fields, layers: usize) -> Result<Parts> {
-    Ok(Parts { draft_layers: drafts(fields)?, ..latent(fields, experts(fields, layers)?)? })
+    Ok(Parts { draft_layers: drafts(fields)?, ..latent(fields, layers, experts(fields, layers)?)? })
 }
 
 /// Families that are not supported, and why.
@@ -156,7 +157,7 @@ fn experts(fields: &Fields, layers: usize) -> Result<Experts> {
 }
 
 /// The parts of a model of latent attention whose layers have these experts, if some have.
-fn latent(fields: &Fields, experts: Experts) -> Result<Parts> {
+fn latent(fields: &Fields, layers: usize, experts: Experts) -> Result<Parts> {
     let width = |name| fields.size(name, MOST);
     let widths = LatentWidths {
         query: fields.optional_size("q_lora_rank", MOST)?,
@@ -175,7 +176,7 @@ fn latent(fields: &Fields, experts: Experts) -> Result<Parts> {
         qkv_bias: biased,
         output_bias: biased,
         scores_scale: Some(rope::scores_factor(fields)? / ((widths.own + widths.rotary) as f64).sqrt()),
-        latent: Some(widths),
+        mixers: vec![MixerKind::Latent(widths); layers],
         experts: Some(experts).filter(|experts| experts.layers.contains(&true)),
         ..Parts::default()
     })

@@ -95,7 +95,7 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     };
     let found = ARCHITECTURES.iter().find(|(_, name, _)| *name == family);
     let has_states = parts.mixers.iter().any(|mixer| matches!(mixer, MixerKind::Mamba(_)));
-    let found = found.filter(|_| parts.latent.is_none() && !parts.sinks && !has_states);
+    let found = found.filter(|_| parts.latent().is_none() && !parts.sinks && !has_states);
     let &(kind, _, is_permuted) =
         found.with_context(|| format!("models of the family {family} are not written as GGUF"))?;
     // What llama.cpp computes whatever a file says, and the tensors that it has no place for.

@@ -159,7 +159,7 @@ fn converted(config: &Config) -> HashMap<String, Tensor> {
 
 /// The keys, turned around, and the values of all heads, which newer converters write apart.
 fn apart(config: &Config, tensors: &mut HashMap<String, Tensor>) {
-    let Some(LatentWidths { rank, own, value, .. }) = config.parts.latent else { return };
+    let Some(LatentWidths { rank, own, value, .. }) = config.parts.latent() else { return };
     for layer in 0..config.num_hidden_layers {
         let name = |part: &str| format!("model.layers.{layer}.self_attn.{part}.weight");
         let both = tensors.remove(&name("kv_b_proj")).unwrap();
@@ -255,7 +255,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         ("rope.dimension_count", Stored::U32((heads.dim as f64 * config.parts.rotary_share) as u32)),
         ("rope.freq_base", Stored::F32(config.rope_theta as f32)),
     ];
-    if let Some(widths) = config.parts.latent {
+    if let Some(widths) = config.parts.latent() {
         latent(widths, fields, &mut metadata, old);
     }
     rope(&config, &mut metadata, &mut tensors);

@@ -65,7 +65,7 @@ fn largest() -> Value {
 fn configs_of_the_hub_are_understood() {
     let config = parsed(&largest());
     let widths = LatentWidths { query: Some(1536), rank: 512, own: 128, rotary: 64, value: 128 };
-    assert_eq!((config.parts.latent, config.parts.draft_layers), (Some(widths), 1));
+    assert_eq!((config.parts.latent(), config.parts.draft_layers), (Some(widths), 1));
     // 671 billion, of which a token uses 37.
     let active: usize = config.stored().iter().map(|(name, shape)| config.active(name, shape)).sum();
     assert_eq!((config.parameters() / 1_000_000_000, active / 1_000_000_000), (671, 37));
@@ -82,7 +82,7 @@ fn configs_of_the_hub_are_understood() {
         "num_nextn_predict_layers": 0,
     });
     let kimi = parsed(&with(largest(), &kimi));
-    assert_eq!(kimi.parts.latent, config.parts.latent);
+    assert_eq!(kimi.parts.latent(), config.parts.latent());
     let (experts, other) = (kimi.parts.experts.unwrap(), config.parts.experts.unwrap());
     assert_eq!((experts.groups, experts.scores, experts.layers), (None, Scores::Sigmoid, other.layers));
 
@@ -93,9 +93,9 @@ fn configs_of_the_hub_are_understood() {
         "q_lora_rank": null, "num_hidden_layers": 27, "num_nextn_predict_layers": null,
     });
     let lite = parsed(&with(largest(), &lite));
-    let experts = lite.parts.experts.unwrap();
+    let experts = lite.parts.experts.as_ref().unwrap();
     assert_eq!((experts.scores, experts.normalize, experts.has_bias), (Scores::Softmax, false, false));
-    assert_eq!((lite.parts.latent.unwrap().query, experts.shared), (None, 2 * 2048));
+    assert_eq!((lite.parts.latent().unwrap().query, experts.shared), (None, 2 * 2048));
 }
 
 #[test]
