@@ -102,25 +102,9 @@ const DELTA: [[&[usize]; 5]; 6] = [
     [&[2, 3, 0, 2], &[2, 3, 0, 2], &[2, 3, 0, 2], &[2, 3, 0, 1], &[2, 3, 0, 1]],
 ];
 
-#[test]
-fn gated_delta_rules() {
-    let mut cases = Vec::new();
-    for shapes in DELTA {
-        let is_empty = shapes[0].contains(&0);
-        cases.push(Case::new(
-            "gated_delta_rule",
-            &shapes.map(|shape| (shape, Float)),
-            |x| {
-                let [made, _] = x[0].gated_delta_rule([&x[1], &x[2]], [&x[3], &x[4]], None, None)?;
-                Ok(made)
-            },
-            move |x| match is_empty {
-                true => x[2].sqr()?.sqrt(),
-                false => plain::gated_delta_rule(x, None).map(|[made, _]| made),
-            },
-        ));
-    }
-    sweep("gated_delta_rule", cases);
+fn ruled(x: &[DTensor]) -> Result<DTensor> {
+    let [made, _] = x[0].gated_delta_rule([&x[1], &x[2]], [&x[3], &x[4]], None, None)?;
+    Ok(made)
 }
 
 const STATE_SPACE: [[&[usize]; 4]; 7] = [
@@ -138,34 +122,39 @@ fn scanned(x: &[DTensor]) -> Result<DTensor> {
     Ok(made)
 }
 
+/// Sweeps an op whose third input has the shape of its result, against `plain`, which takes no tensors without elements.
+fn sweep_scans<const N: usize>(
+    name: &str,
+    shapes: &[[&'static [usize]; N]],
+    run: fn(&[DTensor]) -> Result<DTensor>,
+    plain: fn(&[Tensor], Option<&Tensor>) -> candle_core::Result<[Tensor; 2]>,
+) {
+    let case = |shapes: &[&'static [usize]; N]| {
+        let is_empty = shapes[2].contains(&0);
+        Case::new(name, &shapes.map(|shape| (shape, Float)), run, move |x| match is_empty {
+            true => x[2].sqr()?.sqrt(),
+            false => plain(x, None).map(|[made, _]| made),
+        })
+    };
+    sweep(name, shapes.iter().map(case).collect());
+}
+
+#[test]
+fn gated_delta_rules() {
+    sweep_scans("gated_delta_rule", &DELTA, ruled, plain::gated_delta_rule);
+}
+
 #[test]
 fn state_space_scans() {
-    let mut cases = Vec::new();
-    for shapes in STATE_SPACE {
-        let is_empty = shapes[2].contains(&0);
-        let inputs = shapes.map(|shape| (shape, Float));
-        cases.push(Case::new("state_space_scan", &inputs, scanned, move |x| match is_empty {
-            true => x[2].sqr()?.sqrt(),
-            false => plain::state_space_scan(x, None).map(|[made, _]| made),
-        }));
-    }
-    sweep("state_space_scan", cases);
+    sweep_scans("state_space_scan", &STATE_SPACE, scanned, plain::state_space_scan);
 }
 
 #[test]
 fn states_of_16_bits_have_32() {
-    let case = Case::new(
-        "gated_delta_rule",
-        &DELTA[0].map(|shape| (shape, Float)),
-        |x| {
-            let [made, _] = x[0].gated_delta_rule([&x[1], &x[2]], [&x[3], &x[4]], None, None)?;
-            Ok(made)
-        },
-        |x| {
-            let wide = x.iter().map(|x| x.to_dtype(DType::F32)).collect::<candle_core::Result<Vec<_>>>()?;
-            plain::gated_delta_rule(&wide, None)?[0].to_dtype(x[0].dtype())
-        },
-    );
+    let case = Case::new("gated_delta_rule", &DELTA[0].map(|shape| (shape, Float)), ruled, |x| {
+        let wide = x.iter().map(|x| x.to_dtype(DType::F32)).collect::<candle_core::Result<Vec<_>>>()?;
+        plain::gated_delta_rule(&wide, None)?[0].to_dtype(x[0].dtype())
+    });
     let conv = Case::new(
         "short_conv",
         &[(&[4, 6, 5], Float), (&[5, 3], Float)],
