@@ -356,10 +356,14 @@ async fn texts(state: &FrontState, record: &mut RequestRecord, plan: AnswerPlan)
     let frame = AnswerFrame::new(kind, model, (prompt_tokens, texts_of_prompt));
     if streams {
         // What fails before its first token is no stream.
-        let first = tokio::select! {
-            first = any_step(&mut choices, record) => vec![first?],
-            () = sleep(FIRST) => Vec::new(),
-        };
+        let mut first = Vec::new();
+        let mut late = std::pin::pin!(sleep(FIRST));
+        while !choices.iter().any(|choice| choice.counts.tokens > 0 || choice.is_over()) {
+            tokio::select! {
+                step = any_step(&mut choices, record) => first.push(step?),
+                () = late.as_mut() => break,
+            }
+        }
         let tells = (includes_usage, tells_tokens);
         return Ok(Texts::Stream(Box::new(move |record| {
             EventBody::new(frame, model, choices, first, tells, record)

@@ -3,8 +3,10 @@
 mod chat;
 mod client;
 mod completions;
+mod faults;
 mod hostile;
 mod limits;
+mod process;
 mod program;
 mod refusals;
 mod scripted;
