@@ -10,3 +10,4 @@ mod process;
 mod program;
 mod refusals;
 mod scripted;
+mod storm;
