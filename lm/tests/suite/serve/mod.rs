@@ -10,5 +10,6 @@ mod limits;
 mod process;
 mod program;
 mod refusals;
+mod responses;
 mod scripted;
 mod storm;
