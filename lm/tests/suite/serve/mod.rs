@@ -1,10 +1,15 @@
 //! The server, over sockets: with an engine that writes what a test says, and with the model.
 
+mod bench;
 mod chat;
 mod client;
 mod completions;
+mod faults;
 mod hostile;
 mod limits;
+mod process;
 mod program;
 mod refusals;
+mod responses;
 mod scripted;
+mod storm;

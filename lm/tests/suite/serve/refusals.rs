@@ -132,7 +132,7 @@ fn bodies_that_are_no_json_are_refused() {
 #[test]
 fn other_paths_methods_and_types_have_their_statuses() {
     let server = ScriptedServer::writing("ok");
-    for path in ["/v1", "/v1/chat", "/v2/models", "/..%2f..%2fetc/passwd", "/v1/responses", "/%00"] {
+    for path in ["/v1", "/v1/chat", "/v2/models", "/..%2f..%2fetc/passwd", "/v1/threads", "/%00"] {
         let missing = get(server.address, path);
         assert_eq!(missing.status, 404, "{path}");
         missing.error();
