@@ -283,7 +283,7 @@ fn random_requests_get_what_they_get_alone_on_every_mesh() {
                     let made = ran.client(queue, seed, 30);
                     (made, queue.status())
                 })?;
-                let computed = ctx.group().all_gather_object(&(made.0.passes, made.0.tokens))?;
+                let computed = ctx.group().objects().all_gather(&(made.0.passes, made.0.tokens))?;
                 assert!(
                     computed.iter().all(|of_rank| *of_rank == computed[0]),
                     "ranks compute the same passes"
