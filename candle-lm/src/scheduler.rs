@@ -1,5 +1,7 @@
 //! Which texts have slots of the cache, and what the next pass computes.
 
+use candle_shard::nn::RowAdapters;
+
 use crate::cache::Cache;
 use crate::config::Config;
 use crate::step::{DecodeStep, SlotPast};
@@ -32,6 +34,7 @@ struct CacheSlot<T> {
     /// The longest text by whose length their positions were turned.
     length: usize,
     salt: u64,
+    adapters: RowAdapters,
     /// When its last text ended.
     last_used: u64,
     text: Option<SlotText<T>>,
@@ -44,6 +47,7 @@ struct SlotText<T> {
     tokens: Vec<u32>,
     prompt: usize,
     salt: u64,
+    adapters: RowAdapters,
     wants_all: bool,
     /// The tokens of the prompt that were not computed; `None` until the first of the others are.
     reused: Option<usize>,
@@ -58,6 +62,8 @@ pub(crate) struct NewText<T> {
     pub(crate) prompt: Vec<u32>,
     /// Texts of unlike salts share nothing.
     pub(crate) salt: u64,
+    /// Nor do those of unlike adapters, whose keys and values differ.
+    pub(crate) adapters: RowAdapters,
     /// Whether the logits of all of the prompt's tokens are wanted.
     pub(crate) wants_all: bool,
     pub(crate) carried: T,
@@ -89,7 +95,14 @@ impl<T> Scheduler<T> {
     /// Free slots for texts of up to `room` tokens of a model, of which up to `chunk` tokens of prompts are
     /// computed in a pass.
     pub(crate) fn new(config: &Config, slots: usize, room: usize, chunk: usize) -> Self {
-        let empty = |_| CacheSlot { cached: Vec::new(), length: 0, salt: 0, last_used: 0, text: None };
+        let empty = |_| CacheSlot {
+            cached: Vec::new(),
+            length: 0,
+            salt: 0,
+            adapters: RowAdapters::All,
+            last_used: 0,
+            text: None,
+        };
         Self {
             slots: (0..slots).map(empty).collect(),
             config: config.clone(),
@@ -123,11 +136,12 @@ impl<T> Scheduler<T> {
 
     /// Gives a text a free slot; hands it back if there is none.
     pub(crate) fn admit(&mut self, new: NewText<T>) -> Option<NewText<T>> {
-        let NewText { prompt, salt, wants_all, carried } = new;
+        let NewText { prompt, salt, adapters, wants_all, carried } = new;
         let mut text = SlotText {
             prompt: prompt.len(),
             tokens: prompt,
             salt,
+            adapters,
             wants_all,
             reused: None,
             admitted: self.turn,
@@ -144,8 +158,8 @@ impl<T> Scheduler<T> {
         let best = all().filter_map(shared).max_by_key(|&(common, at)| (common, usize::MAX - at));
         let oldest = || all().min_by_key(|(_, slot)| (!slot.cached.is_empty(), slot.last_used));
         let Some(at) = best.map(|(_, at)| at).or_else(|| oldest().map(|(at, _)| at)) else {
-            let SlotText { tokens: prompt, salt, wants_all, carried, .. } = text;
-            return Some(NewText { prompt, salt, wants_all, carried });
+            let SlotText { tokens: prompt, salt, adapters, wants_all, carried, .. } = text;
+            return Some(NewText { prompt, salt, adapters, wants_all, carried });
         };
         text.tokens.shrink_to_fit();
         self.turn += 1;
@@ -181,7 +195,8 @@ impl<T> Scheduler<T> {
         let (length, most) = (text.tokens.len(), text.tokens.len().saturating_sub(1));
         let [shorter, longer] = [length.min(slot.length), length.max(slot.length)];
         let turns = self.config.turns_by_length(longer) || self.config.turns_anew(shorter, longer);
-        if slot.salt != text.salt || text.wants_all || turns {
+        let is_alike = (slot.salt, slot.adapters) == (text.salt, text.adapters);
+        if !is_alike || text.wants_all || turns {
             return 0;
         }
         let both = slot.cached.iter().take(kept).zip(text.tokens.iter().take(most));
@@ -265,7 +280,7 @@ impl<T> Scheduler<T> {
             text.reused = Some(common);
             slot.cached.clear();
             slot.cached.extend(&text.tokens[..common]);
-            (slot.length, slot.salt) = (length, text.salt);
+            (slot.length, slot.salt, slot.adapters) = (length, text.salt, text.adapters);
         }
         match common {
             0 => SlotPast::Nothing,
@@ -286,7 +301,7 @@ impl<T> Scheduler<T> {
                 true => count,
                 false => usize::from(is_next),
             };
-            plan.step.push_behind(at, past, new, rows);
+            plan.step.push_behind(at, past, new, rows, text.adapters);
             if rows > 0 {
                 plan.rows.push(PassRows { slot: at, first, rows, is_next });
             }
@@ -301,7 +316,7 @@ impl<T> Scheduler<T> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
-    use super::{NewText, PassPlan, Scheduler};
+    use super::{NewText, PassPlan, RowAdapters, Scheduler};
     use crate::config::{Config, RopeScaling};
     use crate::random_model;
     use crate::step::SlotPast;
@@ -310,18 +325,18 @@ mod tests {
 
     const ROOM: usize = 64;
 
-    /// Slots that have tokens alone, with what they were turned by.
-    struct Memory(Vec<Vec<(u32, bool)>>, usize);
+    /// Slots that have tokens alone, with what they were turned by, and the kind of their text.
+    struct Memory(Vec<Vec<(u32, bool, u64)>>, usize);
 
     impl Memory {
         /// Does what ranks do in a pass; `is_turned` says how positions of a text are.
-        fn run(&mut self, plan: &PassPlan, tokens: &dyn Fn(usize) -> (Vec<u32>, bool)) {
+        fn run(&mut self, plan: &PassPlan, tokens: &dyn Fn(usize) -> (Vec<u32>, bool, u64)) {
             let before = self.0.clone();
             let mut at = 0;
             let words = plan.step.words();
             let all = &words[words.len() - plan.step.len()..];
             for span in plan.step.spans() {
-                let (text, is_turned) = tokens(span.slot);
+                let (text, is_turned, kind) = tokens(span.slot);
                 let memory = &mut self.0[span.slot];
                 match span.past {
                     SlotPast::All => assert!(!memory.is_empty()),
@@ -330,11 +345,15 @@ mod tests {
                 }
                 // What positions are turned by is known by the length of a text, and not of each token.
                 assert!(!is_turned || !(1..=self.1).contains(&memory.len()));
-                memory.extend(all[at..at + span.tokens].iter().map(|&token| (token, is_turned)));
+                memory.extend(all[at..at + span.tokens].iter().map(|&token| (token, is_turned, kind)));
                 at += span.tokens;
                 assert!(memory.len() <= ROOM);
-                let want: Vec<_> = text[..memory.len()].iter().map(|&token| (token, is_turned)).collect();
-                assert_eq!(*memory, want, "a slot has the tokens of its text, turned by its length");
+                let want: Vec<_> =
+                    text[..memory.len()].iter().map(|&token| (token, is_turned, kind)).collect();
+                assert_eq!(
+                    *memory, want,
+                    "a slot has the tokens of its text, turned by its length, and of its kind"
+                );
             }
         }
     }
@@ -342,7 +361,7 @@ mod tests {
     struct Texts {
         scheduler: Scheduler<usize>,
         memory: Memory,
-        /// The tokens of each text that was admitted, its salt, and how long it becomes.
+        /// The tokens of each text that was admitted, its kind, and how long it becomes.
         texts: Vec<(Vec<u32>, u64, usize)>,
         of_slot: Vec<Option<usize>>,
         learned: usize,
@@ -361,10 +380,18 @@ mod tests {
             }
         }
 
-        fn admit(&mut self, prompt: Vec<u32>, salt: u64, length: usize) {
+        /// Admits a text. Those of unlike kinds share nothing: odd ones have an adapter, and two have a salt.
+        fn admit(&mut self, prompt: Vec<u32>, kind: u64, length: usize) {
             let number = self.texts.len();
-            self.texts.push((prompt.clone(), salt, length));
-            let refused = self.scheduler.admit(NewText { prompt, salt, wants_all: false, carried: number });
+            self.texts.push((prompt.clone(), kind, length));
+            let adapters = if kind % 2 == 1 { RowAdapters::One(0) } else { RowAdapters::Model };
+            let refused = self.scheduler.admit(NewText {
+                prompt,
+                salt: kind / 2,
+                adapters,
+                wants_all: false,
+                carried: number,
+            });
             assert!(refused.is_none());
             let (at, _) = self.scheduler.texts().find(|(_, text)| **text == number).unwrap();
             self.of_slot[at] = Some(number);
@@ -374,9 +401,9 @@ mod tests {
             let plan = self.scheduler.plan();
             let (texts, of_slot, learned) = (&self.texts, &self.of_slot, self.learned);
             self.memory.run(&plan, &|slot| {
-                let tokens = texts[of_slot[slot].unwrap()].0.clone();
+                let (tokens, kind, _) = texts[of_slot[slot].unwrap()].clone();
                 let is_turned = tokens.len() > learned;
-                (tokens, is_turned)
+                (tokens, is_turned, kind)
             });
             for rows in plan.rows.clone() {
                 assert!(rows.is_next);
@@ -427,8 +454,8 @@ mod tests {
                     prompt.truncate(below(48));
                     (0..=below(12)).for_each(|_| prompt.push(below(2) as u32));
                     prompt.truncate(60);
-                    let (length, salt) = (prompt.len() + below(ROOM as u32 - 60), below(2) as u64);
-                    all.admit(prompt, salt, length);
+                    let (length, kind) = (prompt.len() + below(ROOM as u32 - 60), below(4) as u64);
+                    all.admit(prompt, kind, length);
                     came += 1;
                 }
                 let leaves = all.scheduler.texts().nth(below(5)).map(|(slot, _)| slot);
@@ -499,7 +526,13 @@ mod tests {
             let mut scheduler = Scheduler::new(&config, 3, ROOM, 100);
             for (at, wants_all) in [true, true, false].into_iter().enumerate() {
                 let prompt = vec![at as u32; 50];
-                scheduler.admit(NewText { prompt, salt: 0, wants_all, carried: at });
+                scheduler.admit(NewText {
+                    prompt,
+                    salt: 0,
+                    adapters: RowAdapters::All,
+                    wants_all,
+                    carried: at,
+                });
             }
             let mut pass = || {
                 let plan = scheduler.plan();

@@ -123,6 +123,9 @@ impl Args {
             merge::validate(self)?;
         }
         self.adapters.validate()?;
+        if self.command == Some(Command::Serve) {
+            self.adapters.validate_names()?;
+        }
         self.score.validate()?;
         self.serve.validate()?;
         self.batches.validate(self.training.batch)?;

@@ -13,13 +13,13 @@ use super::client::{CHAT, COMPLETE, Client, JSON, get, post, said};
 use crate::lm::chat;
 
 /// A server that is a process.
-struct Program {
+pub(super) struct Program {
     child: Child,
-    address: SocketAddr,
+    pub(super) address: SocketAddr,
 }
 
 impl Program {
-    fn start(flags: &[&str]) -> Self {
+    pub(super) fn start(flags: &[&str]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_lm"))
             .args(["serve", "--port", "0"])
             .args(flags)
@@ -62,7 +62,7 @@ impl Drop for Program {
 }
 
 /// What `lm generate` writes.
-fn generated(prompt: &str, flags: &[&str]) -> String {
+pub(super) fn generated(prompt: &str, flags: &[&str]) -> String {
     let said = Command::new(env!("CARGO_BIN_EXE_lm"))
         .args(["generate", "--prompt", prompt, "--temperature", "0", "--max-tokens", "24", "--json", "-"])
         .args(flags)
@@ -73,7 +73,7 @@ fn generated(prompt: &str, flags: &[&str]) -> String {
     report["text"].as_str().unwrap().strip_prefix(prompt).unwrap().to_owned()
 }
 
-const PROMPTS: [&str; 4] = ["Once", "The mesh", "x = ", "Upon a time there was a longer prompt"];
+pub(super) const PROMPTS: [&str; 4] = ["Once", "The mesh", "x = ", "Upon a time there was a longer prompt"];
 
 fn completion(address: SocketAddr, prompt: &str, stream: bool) -> String {
     let body = json!({"prompt": prompt, "temperature": 0, "max_tokens": 24, "stream": stream});
