@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::request::{RequestError, ServeRequest};
-use super::stream::{self, EventSender, RequestStream, TokenEvent};
+use super::stream::{self, EventSender, RequestStream, TokenEvent, WeakSender};
 
 /// How much may wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,6 +125,8 @@ struct QueueContents {
     waiting: BTreeMap<u64, VecDeque<WaitingRequest>>,
     /// The clients that have some, in the order of their turns.
     turns: VecDeque<u64>,
+    /// The ends of all requests that wait or have a slot; some of those are over.
+    open: Vec<WeakSender>,
     requests: usize,
     tokens: usize,
     vocab_size: usize,
@@ -166,6 +168,7 @@ impl RequestQueue {
             limits,
             waiting: BTreeMap::new(),
             turns: VecDeque::new(),
+            open: Vec::new(),
             requests: 0,
             tokens: 0,
             vocab_size: 0,
@@ -309,7 +312,7 @@ impl RequestQueue {
         }
     }
 
-    /// Fails all requests that wait, and those that come.
+    /// Fails all requests, those that wait, those that have a slot and those that come. It waits for no pass.
     pub(super) fn close(&self, error: RequestError) {
         let mut state = self.0.state.lock();
         state.mode = QueueMode::Stopping;
@@ -323,8 +326,10 @@ impl RequestQueue {
             state.status.ended += 1;
             waiting.events.send(TokenEvent::Failed(error.clone()));
         }
+        let open = std::mem::take(&mut state.open);
         drop(state);
         self.0.changed.notify_all();
+        open.iter().for_each(|request| request.fail(error.clone()));
     }
 }
 
@@ -378,6 +383,10 @@ impl QueueContents {
 
     fn push(&mut self, waiting: WaitingRequest) {
         let client = waiting.request.client;
+        if self.open.len() > 2 * (self.requests + self.status.slots) {
+            self.open.retain(|request| !request.is_over());
+        }
+        self.open.push(waiting.events.downgrade());
         self.requests += 1;
         self.tokens += waiting.request.prompt.len();
         let of_client = self.waiting.entry(client).or_default();

@@ -2,11 +2,13 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Tensor};
-use candle_dist::RankContext;
+use candle_dist::{ProcessGroup, RankContext};
 use candle_shard::nn::Adapter;
 use serde::{Deserialize, Serialize};
 
@@ -21,6 +23,9 @@ use crate::files::Files;
 use crate::generate::Stop;
 use crate::memory;
 use crate::scheduler::{PassPlan, Scheduler};
+
+/// How often rank 0 looks whether the world has failed.
+const TICK: Duration = Duration::from_millis(10);
 
 /// How a model serves.
 #[derive(Clone, Debug)]
@@ -144,12 +149,43 @@ pub fn serve(
 ) -> Result<ServeReport> {
     let ends = ClosingQueue(queue.filter(|_| ctx.rank() == 0));
     let mut report = ServeReport::default();
-    let served = begin(ctx, stages, files, options, &ends, &mut report);
+    let is_over = AtomicBool::new(false);
+    let served = thread::scope(|scope| {
+        let _over = OverAtEnd(&is_over);
+        if let Some(queue) = ends.0.filter(|_| ctx.world_size() > 1) {
+            let group = ctx.group().clone();
+            let is_over = &is_over;
+            thread::Builder::new()
+                .name("world watch".into())
+                .spawn_scoped(scope, move || watch(&group, queue, is_over))?;
+        }
+        begin(ctx, stages, files, options, &ends, &mut report)
+    });
     match &served {
         Ok(()) => ends.close(RequestError::Stopped),
         Err(error) => ends.close(RequestError::World(format!("{error:#}").into())),
     }
     served.map(|()| report)
+}
+
+/// Ends all requests as soon as the world has failed: rank 0 may be computing, and a launcher may end it soon.
+fn watch(group: &ProcessGroup, queue: &RequestQueue, is_over: &AtomicBool) {
+    while !is_over.load(Ordering::Acquire) {
+        if let Some(failure) = group.failure() {
+            queue.close(RequestError::World(failure.to_string().into()));
+            return;
+        }
+        thread::sleep(TICK);
+    }
+}
+
+/// Ends the watch when it is dropped.
+struct OverAtEnd<'a>(&'a AtomicBool);
+
+impl Drop for OverAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
 }
 
 /// The queue of rank 0, which is closed whatever happens to the rank.

@@ -58,6 +58,15 @@ impl ApiError {
         Self { code: Some("context_length_exceeded"), ..Self::invalid(param, message) }
     }
 
+    /// The same with another name of a field, which is what the client calls it.
+    pub(super) fn renamed(mut self, name: &str, own: &str) -> Self {
+        if self.param.as_deref() == Some(name) {
+            self.param = Some(own.to_owned());
+        }
+        self.message = self.message.replace(&format!("`{name}`"), &format!("`{own}`"));
+        self
+    }
+
     /// The key is not there, or not a known one.
     pub(super) fn unauthorized() -> Self {
         Self {
@@ -103,6 +112,18 @@ impl ApiError {
                 StatusCode::NOT_FOUND,
                 INVALID,
                 format!("There is no {path:?} here: see /openapi.json."),
+            )
+        }
+    }
+
+    /// A response of the past.
+    pub(super) fn not_stored() -> Self {
+        Self {
+            code: Some("not_found"),
+            ..Self::new(
+                StatusCode::NOT_FOUND,
+                INVALID,
+                "No response is stored here: send all of the conversation as `input`.",
             )
         }
     }

@@ -13,7 +13,8 @@ use candle_shard::nn::LoraOptions;
 use serde_json::{Value, json};
 
 use super::client::{CHAT, COMPLETE, get, post, said};
-use super::program::{PROMPTS, Program, generated};
+use super::process::Program;
+use super::program::{PROMPTS, generated};
 use crate::lm::adapted::write_adapter;
 use crate::lm::config;
 

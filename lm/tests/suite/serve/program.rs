@@ -1,65 +1,16 @@
 //! The program, with the random model.
 
-use std::io::{BufRead, BufReader};
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::Command;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use super::client::{CHAT, COMPLETE, Client, JSON, get, post, said};
+use super::process::Program;
 use crate::lm::chat;
-
-/// A server that is a process.
-pub(super) struct Program {
-    child: Child,
-    pub(super) address: SocketAddr,
-}
-
-impl Program {
-    pub(super) fn start(flags: &[&str]) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_lm"))
-            .args(["serve", "--port", "0"])
-            .args(flags)
-            .env_remove("LM_API_KEY")
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let address = line.split("http://").nth(1).and_then(|rest| rest.split(": ").next());
-        let address = address.unwrap_or_else(|| panic!("{line}")).parse().unwrap();
-        Self { child, address }
-    }
-
-    fn signal(&self, signal: &str) {
-        let sent = Command::new("kill").args([signal, &self.child.id().to_string()]).status().unwrap();
-        assert!(sent.success());
-    }
-
-    /// Waits for the end.
-    #[track_caller]
-    fn wait(&mut self, most: Duration) -> ExitStatus {
-        let until = Instant::now() + most;
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status;
-            }
-            assert!(Instant::now() < until, "the program has not ended after {most:?}");
-            thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        self.child.kill().ok();
-        self.child.wait().ok();
-    }
-}
 
 /// What `lm generate` writes.
 pub(super) fn generated(prompt: &str, flags: &[&str]) -> String {
