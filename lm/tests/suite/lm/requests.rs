@@ -42,7 +42,7 @@ impl Drop for StoppedByPanic {
 
 /// Serves what a client of rank 0 asks for, until it returns. Returns what rank 0 did, and the client's
 /// result.
-fn served<R: Send>(
+pub(super) fn served<R: Send>(
     ctx: &RankContext,
     stages: usize,
     files: &Files,
@@ -71,12 +71,12 @@ fn served<R: Send>(
     })
 }
 
-fn options(slots: usize, chunk: usize) -> ServeOptions {
+pub(super) fn options(slots: usize, chunk: usize) -> ServeOptions {
     ServeOptions { slots, chunk, room: Some(ROOM), ..ServeOptions::of(ModelOptions::of(DType::F32)) }
 }
 
 /// What a stream brings until it ends: tokens, the cached tokens of the prompt, and the end.
-fn read(stream: &mut RequestStream) -> (Vec<u32>, usize, TokenEvent) {
+pub(super) fn read(stream: &mut RequestStream) -> (Vec<u32>, usize, TokenEvent) {
     let (mut tokens, mut begun) = (Vec::new(), None);
     loop {
         match stream.next_event(MOMENT).expect("an event within a minute") {
