@@ -1,5 +1,7 @@
 //! Which texts have slots of the cache, and what the next pass computes.
 
+use candle_shard::nn::RowAdapters;
+
 use crate::cache::Cache;
 use crate::config::Config;
 use crate::step::{DecodeStep, SlotPast};
@@ -32,6 +34,7 @@ struct CacheSlot<T> {
     /// The longest text by whose length their positions were turned.
     length: usize,
     salt: u64,
+    adapters: RowAdapters,
     /// When its last text ended.
     last_used: u64,
     text: Option<SlotText<T>>,
@@ -44,6 +47,7 @@ struct SlotText<T> {
     tokens: Vec<u32>,
     prompt: usize,
     salt: u64,
+    adapters: RowAdapters,
     wants_all: bool,
     /// The tokens of the prompt that were not computed; `None` until the first of the others are.
     reused: Option<usize>,
@@ -58,6 +62,8 @@ pub(crate) struct NewText<T> {
     pub(crate) prompt: Vec<u32>,
     /// Texts of unlike salts share nothing.
     pub(crate) salt: u64,
+    /// Nor do those of unlike adapters, whose keys and values differ.
+    pub(crate) adapters: RowAdapters,
     /// Whether the logits of all of the prompt's tokens are wanted.
     pub(crate) wants_all: bool,
     pub(crate) carried: T,
@@ -89,7 +95,14 @@ impl<T> Scheduler<T> {
     /// Free slots for texts of up to `room` tokens of a model, of which up to `chunk` tokens of prompts are
     /// computed in a pass.
     pub(crate) fn new(config: &Config, slots: usize, room: usize, chunk: usize) -> Self {
-        let empty = |_| CacheSlot { cached: Vec::new(), length: 0, salt: 0, last_used: 0, text: None };
+        let empty = |_| CacheSlot {
+            cached: Vec::new(),
+            length: 0,
+            salt: 0,
+            adapters: RowAdapters::All,
+            last_used: 0,
+            text: None,
+        };
         Self {
             slots: (0..slots).map(empty).collect(),
             config: config.clone(),
@@ -123,11 +136,12 @@ impl<T> Scheduler<T> {
 
     /// Gives a text a free slot; hands it back if there is none.
     pub(crate) fn admit(&mut self, new: NewText<T>) -> Option<NewText<T>> {
-        let NewText { prompt, salt, wants_all, carried } = new;
+        let NewText { prompt, salt, adapters, wants_all, carried } = new;
         let mut text = SlotText {
             prompt: prompt.len(),
             tokens: prompt,
             salt,
+            adapters,
             wants_all,
             reused: None,
             admitted: self.turn,
@@ -144,8 +158,8 @@ impl<T> Scheduler<T> {
         let best = all().filter_map(shared).max_by_key(|&(common, at)| (common, usize::MAX - at));
         let oldest = || all().min_by_key(|(_, slot)| (!slot.cached.is_empty(), slot.last_used));
         let Some(at) = best.map(|(_, at)| at).or_else(|| oldest().map(|(at, _)| at)) else {
-            let SlotText { tokens: prompt, salt, wants_all, carried, .. } = text;
-            return Some(NewText { prompt, salt, wants_all, carried });
+            let SlotText { tokens: prompt, salt, adapters, wants_all, carried, .. } = text;
+            return Some(NewText { prompt, salt, adapters, wants_all, carried });
         };
         text.tokens.shrink_to_fit();
         self.turn += 1;
@@ -181,7 +195,8 @@ impl<T> Scheduler<T> {
         let (length, most) = (text.tokens.len(), text.tokens.len().saturating_sub(1));
         let [shorter, longer] = [length.min(slot.length), length.max(slot.length)];
         let turns = self.config.turns_by_length(longer) || self.config.turns_anew(shorter, longer);
-        if slot.salt != text.salt || text.wants_all || turns {
+        let is_alike = (slot.salt, slot.adapters) == (text.salt, text.adapters);
+        if !is_alike || text.wants_all || turns {
             return 0;
         }
         let both = slot.cached.iter().take(kept).zip(text.tokens.iter().take(most));
@@ -265,7 +280,7 @@ impl<T> Scheduler<T> {
             text.reused = Some(common);
             slot.cached.clear();
             slot.cached.extend(&text.tokens[..common]);
-            (slot.length, slot.salt) = (length, text.salt);
+            (slot.length, slot.salt, slot.adapters) = (length, text.salt, text.adapters);
         }
         match common {
             0 => SlotPast::Nothing,
@@ -286,7 +301,7 @@ impl<T> Scheduler<T> {
                 true => count,
                 false => usize::from(is_next),
             };
-            plan.step.push_behind(at, past, new, rows);
+            plan.step.push_behind(at, past, new, rows, text.adapters);
             if rows > 0 {
                 plan.rows.push(PassRows { slot: at, first, rows, is_next });
             }

@@ -1,5 +1,5 @@
 //! The scheduler, against slots that only remember tokens.
-use super::{NewText, PassPlan, Scheduler};
+use super::{NewText, PassPlan, RowAdapters, Scheduler};
 use crate::config::{Config, RopeScaling};
 use crate::random_model;
 use crate::step::SlotPast;
@@ -8,18 +8,18 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 
 const ROOM: usize = 64;
 
-/// Slots that have tokens alone, with what they were turned by.
-struct Memory(Vec<Vec<(u32, bool)>>, usize);
+/// Slots that have tokens alone, with what they were turned by, and the kind of their text.
+struct Memory(Vec<Vec<(u32, bool, u64)>>, usize);
 
 impl Memory {
     /// Does what ranks do in a pass; `is_turned` says how positions of a text are.
-    fn run(&mut self, plan: &PassPlan, tokens: &dyn Fn(usize) -> (Vec<u32>, bool)) {
+    fn run(&mut self, plan: &PassPlan, tokens: &dyn Fn(usize) -> (Vec<u32>, bool, u64)) {
         let before = self.0.clone();
         let mut at = 0;
         let words = plan.step.words();
         let all = &words[words.len() - plan.step.len()..];
         for span in plan.step.spans() {
-            let (text, is_turned) = tokens(span.slot);
+            let (text, is_turned, kind) = tokens(span.slot);
             let memory = &mut self.0[span.slot];
             match span.past {
                 SlotPast::All => assert!(!memory.is_empty()),
@@ -28,11 +28,14 @@ impl Memory {
             }
             // What positions are turned by is known by the length of a text, and not of each token.
             assert!(!is_turned || !(1..=self.1).contains(&memory.len()));
-            memory.extend(all[at..at + span.tokens].iter().map(|&token| (token, is_turned)));
+            memory.extend(all[at..at + span.tokens].iter().map(|&token| (token, is_turned, kind)));
             at += span.tokens;
             assert!(memory.len() <= ROOM);
-            let want: Vec<_> = text[..memory.len()].iter().map(|&token| (token, is_turned)).collect();
-            assert_eq!(*memory, want, "a slot has the tokens of its text, turned by its length");
+            let want: Vec<_> = text[..memory.len()].iter().map(|&token| (token, is_turned, kind)).collect();
+            assert_eq!(
+                *memory, want,
+                "a slot has the tokens of its text, turned by its length, and of its kind"
+            );
         }
     }
 }
@@ -40,7 +43,7 @@ impl Memory {
 struct Texts {
     scheduler: Scheduler<usize>,
     memory: Memory,
-    /// The tokens of each text that was admitted, its salt, and how long it becomes.
+    /// The tokens of each text that was admitted, its kind, and how long it becomes.
     texts: Vec<(Vec<u32>, u64, usize)>,
     of_slot: Vec<Option<usize>>,
     learned: usize,
@@ -59,10 +62,18 @@ impl Texts {
         }
     }
 
-    fn admit(&mut self, prompt: Vec<u32>, salt: u64, length: usize) {
+    /// Admits a text. Those of unlike kinds share nothing: odd ones have an adapter, and two have a salt.
+    fn admit(&mut self, prompt: Vec<u32>, kind: u64, length: usize) {
         let number = self.texts.len();
-        self.texts.push((prompt.clone(), salt, length));
-        let refused = self.scheduler.admit(NewText { prompt, salt, wants_all: false, carried: number });
+        self.texts.push((prompt.clone(), kind, length));
+        let adapters = if kind % 2 == 1 { RowAdapters::One(0) } else { RowAdapters::Model };
+        let refused = self.scheduler.admit(NewText {
+            prompt,
+            salt: kind / 2,
+            adapters,
+            wants_all: false,
+            carried: number,
+        });
         assert!(refused.is_none());
         let (at, _) = self.scheduler.texts().find(|(_, text)| **text == number).unwrap();
         self.of_slot[at] = Some(number);
@@ -72,9 +83,9 @@ impl Texts {
         let plan = self.scheduler.plan();
         let (texts, of_slot, learned) = (&self.texts, &self.of_slot, self.learned);
         self.memory.run(&plan, &|slot| {
-            let tokens = texts[of_slot[slot].unwrap()].0.clone();
+            let (tokens, kind, _) = texts[of_slot[slot].unwrap()].clone();
             let is_turned = tokens.len() > learned;
-            (tokens, is_turned)
+            (tokens, is_turned, kind)
         });
         for rows in plan.rows.clone() {
             assert!(rows.is_next);
@@ -125,8 +136,8 @@ fn random_texts_get_what_they_would_compute_alone() {
                 prompt.truncate(below(48));
                 (0..=below(12)).for_each(|_| prompt.push(below(2) as u32));
                 prompt.truncate(60);
-                let (length, salt) = (prompt.len() + below(ROOM as u32 - 60), below(2) as u64);
-                all.admit(prompt, salt, length);
+                let (length, kind) = (prompt.len() + below(ROOM as u32 - 60), below(4) as u64);
+                all.admit(prompt, kind, length);
                 came += 1;
             }
             let leaves = all.scheduler.texts().nth(below(5)).map(|(slot, _)| slot);
@@ -197,7 +208,7 @@ fn few_tokens_of_prompts_are_scored_in_a_pass() {
         let mut scheduler = Scheduler::new(&config, 3, ROOM, 100);
         for (at, wants_all) in [true, true, false].into_iter().enumerate() {
             let prompt = vec![at as u32; 50];
-            scheduler.admit(NewText { prompt, salt: 0, wants_all, carried: at });
+            scheduler.admit(NewText { prompt, salt: 0, adapters: RowAdapters::All, wants_all, carried: at });
         }
         let mut pass = || {
             let plan = scheduler.plan();
