@@ -27,6 +27,14 @@ fn cases() -> Vec<(&'static str, Value)> {
     vec![
         ("fp8_block", json!({"quant_method": "fp8", "weight_block_size": [16, 40]})),
         ("fp8_tensor", json!({"quant_method": "fp8"})),
+        ("fp8_tensor", json!({"quant_method": "modelopt", "quant_algo": "FP8"})),
+        ("fp8_tensor", json!({"producer": {"name": "modelopt"}, "quant_algo": "MIXED_PRECISION"})),
+        ("float_channel", json!({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})),
+        ("nvfp4", json!({"quant_method": "modelopt", "quant_algo": "NVFP4"})),
+        (
+            "nvfp4_packed",
+            compressed("nvfp4-pack-quantized", json!({"num_bits": 4, "type": "float", "group_size": 16})),
+        ),
         ("float_channel", compressed("float-quantized", of_8("float"))),
         ("float_block", compressed("float-quantized", block)),
         ("int_channel", compressed("int-quantized", of_8("int"))),

@@ -1,5 +1,6 @@
 //! Other names for stored tensors and for their rows.
 use super::gguf::types::Storage;
+use super::schemes::SchemePiece;
 use super::{FileBlock, StoredTensor, Weights};
 use crate::Result;
 use itertools::Itertools;
@@ -59,13 +60,20 @@ impl Weights {
     ///
     /// # Errors
     /// If there is no tensor `name`, or it has no such dim; if the sizes of the parts are not exactly that of the dim; if
-    /// it lies in several pieces, its dtype is not supported, a block of a quantized tensor would be cut, or a new name is
+    /// it lies in several pieces other than matrices that are computed; if its dtype is not supported, a block of a quantized tensor would be cut, or a new name is
     /// taken.
     pub fn split_dim(mut self, name: &str, dim: usize, parts: &[(impl AsRef<str>, usize)]) -> Result<Self> {
         let dtype = self.dtype(name)?;
         let stored = self.stored(name)?.clone();
         let sum = parts.iter().try_fold(0usize, |sum, (_, size)| sum.checked_add(*size));
-        let (Some(&has), 1) = (stored.shape.get(dim), stored.pieces.len() + stored.schemes.len()) else {
+        let has = stored.shape.get(dim).copied().filter(|&has| {
+            let is_whole = stored.pieces.len() + stored.schemes.len() == 1;
+            // Matrices that are computed are cut each by itself.
+            let are_cut = |piece: &SchemePiece| piece.block[dim] == (0..has);
+            let are_matrices = stored.pieces.is_empty() && dim + 2 >= stored.shape.len();
+            is_whole || (are_matrices && stored.schemes.iter().all(are_cut))
+        });
+        let Some(has) = has else {
             return Err(
                 self.error(name, format!("cannot be split: it has no dim {dim}, or lies in several pieces"))
             );
@@ -112,7 +120,7 @@ impl Weights {
         Ok(self)
     }
 
-    /// Replaces a tensor of one scheme by tensors of ranges of the dim `dim`, which has been checked.
+    /// Replaces a tensor of schemes by tensors of ranges of the dim `dim`, which has been checked.
     fn split_scheme(
         mut self,
         name: &str,

@@ -103,6 +103,19 @@ fn a_folder_of_codes_writes_what_its_floats_write() {
     for flags in [&["--tp", "1"], &["--tp", "2"], &["--tp", "3"], &["--pp", "2"]] {
         assert_eq!(written(codes.path(), flags), want, "{flags:?}");
     }
+    // ModelOpt may say it in a file of its own.
+    set_quantization(codes.path(), Value::Null);
+    let own = codes.path().join("hf_quant_config.json");
+    let said = |algo: &str| {
+        json!({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algo}}).to_string()
+    };
+    fs::write(&own, said("FP8")).unwrap();
+    assert_eq!(written(codes.path(), &["--tp", "2"]), want);
+    fs::write(&own, said("W4A8_AWQ")).unwrap();
+    let said = format!("{:#}", Files::open(codes.path()).unwrap_err());
+    assert!(said.contains("quant_algo \"W4A8_AWQ\"; FP8"), "{said}");
+    fs::remove_file(own).unwrap();
+    set_quantization(codes.path(), json!({"quant_method": "modelopt", "quant_algo": "FP8"}));
     let files = Files::open(codes.path()).unwrap();
     assert_eq!(files.stored("model.layers.0.mlp.up_proj.weight").unwrap().0, "I8");
     let size = fs::metadata(codes.path().join("model.safetensors")).unwrap().len();

@@ -13,6 +13,8 @@ use std::sync::atomic::Ordering;
 const WORD: usize = 32;
 /// The codes that share a scale of MXFP4.
 pub(super) const MX_BLOCK: usize = 32;
+/// The codes that share a scale of NVFP4.
+pub(super) const NV_BLOCK: usize = 16;
 /// The rows of AWQ's codes in a word, by their place from the lowest bits on.
 const AWQ_ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
@@ -36,6 +38,7 @@ impl Scheme {
                 part.four(weights, [codes, scales], (table, nested.as_ref()), [*block, *columns])
             }
             Self::Mxfp4 { codes, scales, index } => part.mxfp4(weights, [codes, scales], *index),
+            Self::Nvfp4 { codes, scales, factor } => part.nvfp4(weights, [codes, scales], *factor),
             Self::View { of, index, first, step, turned } => {
                 part.view(weights, of, *index, ([*first, *step], *turned))
             }
@@ -137,6 +140,22 @@ impl MatrixPart {
                 let byte = held[place * MX_BLOCK / 2 + nth / 2];
                 // The table has twice the values.
                 E2M1[usize::from(byte >> (4 * (nth % 2)) & 15)] * half_power_of_2(exponents[place])
+            }
+        }))
+    }
+
+    fn nvfp4(&self, weights: &Weights, [codes, scales]: [&StoredTensor; 2], factor: f32) -> Result<Vec<f32>> {
+        let ((byte_of, of_bytes), (block_of, of_blocks)) = (self.groups(2), self.groups(NV_BLOCK));
+        let held = codes.bytes(weights, &[self.rows.clone(), of_bytes.clone()], 1)?;
+        let scale = scales.bytes(weights, &[self.rows.clone(), of_blocks.clone()], 1)?;
+        Ok(self.filled(|row| {
+            let at_row = row - self.rows.start;
+            let (held, scale) = (&held[at_row * of_bytes.len()..], &scale[at_row * of_blocks.len()..]);
+            let (byte_of, block_of, first) = (&byte_of, &block_of, self.columns.start);
+            move |at| {
+                let code = held[byte_of[at]] >> (4 * ((first + at) % 2)) & 15;
+                // The table has twice the values.
+                E2M1[usize::from(code)] / 2.0 * F8E4M3::from_bits(scale[block_of[at]]).to_f32() * factor
             }
         }))
     }

@@ -50,6 +50,8 @@ pub(super) enum Scheme {
     },
     /// MXFP4: `codes` `[matrices, columns, rows / 32, 16]`, two in a byte, and `scales` `[matrices, columns, rows / 32]`, of the matrix `index`.
     Mxfp4 { codes: StoredTensor, scales: StoredTensor, index: usize },
+    /// NVFP4: `codes` `[rows, columns / 2]`, two in a byte, and `scales` `[rows, columns / 16]` of 8 bits; all times a factor.
+    Nvfp4 { codes: StoredTensor, scales: StoredTensor, factor: f32 },
     /// Each `step`-th column from `first` on, of a tensor that is a matrix, or of its matrix `index`; perhaps transposed behind that.
     View { of: StoredTensor, index: Option<usize>, first: usize, step: usize, turned: bool },
 }
@@ -63,6 +65,7 @@ impl Scheme {
             | Self::Packed { codes, .. }
             | Self::Latent { keys: codes, .. }
             | Self::Mxfp4 { codes, .. }
+            | Self::Nvfp4 { codes, .. }
             | Self::Four { codes, .. } => codes,
             Self::View { of, .. } => of.schemes.first().map_or(of, |piece| piece.scheme.codes()),
         }
@@ -77,7 +80,7 @@ impl Scheme {
             return (codes.byte_count() + scales.byte_count()) / codes.shape[0].max(1) as u64;
         }
         let others: Vec<&StoredTensor> = match self {
-            Self::Scaled { scales, .. } => vec![scales],
+            Self::Scaled { scales, .. } | Self::Nvfp4 { scales, .. } => vec![scales],
             Self::Gptq { zeros, scales, groups, .. } => [zeros, scales].into_iter().chain(groups).collect(),
             Self::Awq { zeros, scales, .. } => vec![zeros, scales],
             Self::Latent { values, .. } => vec![values],
