@@ -205,6 +205,76 @@ def openai_many_at_once():
 
 
 @check
+def openai_responses():
+    ask = dict(model=MODEL, input=ASK[0]["content"], temperature=0, max_output_tokens=30)
+    whole = client.responses.create(**ask)
+    assert "Paris" in whole.output_text and whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens, whole
+    assert whole.output_text == client.chat.completions.create(model=MODEL, messages=ASK, temperature=0, max_tokens=30).choices[0].message.content
+    events = list(client.responses.create(**ask, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert (events[0].type, events[-1].type) == ("response.created", f"response.{whole.status}"), events
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    with client.responses.stream(**ask) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_response()
+    assert {"response.output_item.added", "response.content_part.added", "response.output_text.done", "response.output_item.done"} <= kinds, kinds
+    assert final.output_text == whole.output_text
+    talk = [{"role": "user", "content": "My name is Ada."}, *[item.model_dump(exclude_none=True) for item in whole.output], {"role": "user", "content": "Go on."}]
+    assert client.responses.create(**(ask | {"input": talk, "instructions": "Be short."})).output_text
+    told = client.responses.create(**ask, include=["message.output_text.logprobs"], top_logprobs=3).output[0].content[0].logprobs
+    assert told and all(len(token.top_logprobs) == 3 for token in told)
+
+
+@check
+def openai_responses_with_schemas_and_calls():
+    from pydantic import BaseModel, Field
+
+    class Person(BaseModel):
+        name: str = Field(max_length=20)
+        age: int = Field(ge=0, le=99)
+
+    ask = dict(model=MODEL, input="Tom is 30 years old. Who is he?", temperature=0, max_output_tokens=100)
+    assert client.responses.parse(**ask, text_format=Person).output_parsed.age in range(100)
+    with client.responses.stream(**ask, text_format=Person) as stream:
+        assert stream.get_final_response().output_parsed.age in range(100)
+    tool = {"type": "function", "strict": True, **TOOL["function"]}
+    for choice in ({"type": "function", "name": "get_weather"}, "required"):
+        fields = dict(ask, input="Weather in Rome?", tools=[tool], tool_choice=choice, parallel_tool_calls=False)
+        call = client.responses.create(**fields).output[0]
+        assert call.type == "function_call" and isinstance(json.loads(call.arguments)["city"], str), call
+        with client.responses.stream(**fields) as stream:
+            events = list(stream)
+        done = [event for event in events if event.type == "response.function_call_arguments.done"]
+        assert [event.arguments for event in done] == [call.arguments], events
+        talk = [{"role": "user", "content": "Weather in Rome?"}, call.model_dump(exclude_none=True), {"type": "function_call_output", "call_id": call.call_id, "output": "warm"}]
+        assert client.responses.create(**(ask | {"input": talk})).output_text
+
+
+@check
+def openai_responses_errors():
+    for fields, param in (
+        (dict(previous_response_id="resp_1"), "previous_response_id"),
+        (dict(background=True), "background"),
+        (dict(store=True), "store"),
+        (dict(tools=[{"type": "web_search"}]), "tools"),
+        (dict(input=[{"role": "user", "content": "word " * 3000}]), "input"),
+        (dict(text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "string", "pattern": "("}}}), "text"),
+    ):
+        try:
+            client.responses.create(**(dict(model=MODEL, input="Hi") | fields))
+            raise AssertionError(f"{fields} should fail")
+        except openai.BadRequestError as error:
+            assert error.param == param, error
+    try:
+        client.responses.retrieve("resp_1")
+        raise AssertionError("no response is stored")
+    except openai.NotFoundError:
+        pass
+    cut = client.responses.create(model=MODEL, input="Hi", max_output_tokens=2, extra_body={"ignore_eos": True})
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens", cut
+
+
+@check
 def langchain():
     from langchain_core.messages import HumanMessage
     from langchain_openai import ChatOpenAI
@@ -214,6 +284,9 @@ def langchain():
     said = chat.invoke(talk)
     assert "Paris" in said.content and said.usage_metadata["output_tokens"] > 0, said
     assert "".join(chunk.content for chunk in chat.stream(talk)) == said.content
+    responds = ChatOpenAI(model=MODEL, base_url=BASE, api_key="none", temperature=0, max_tokens=40, max_retries=0, use_responses_api=True)
+    assert responds.invoke(talk).text == said.content
+    assert "".join(chunk.text for chunk in responds.stream(talk)) == said.content
     bound = chat.bind_tools([TOOL], tool_choice="get_weather").invoke("Weather in Rome?")
     assert bound.tool_calls[0]["name"] == "get_weather" and isinstance(bound.tool_calls[0]["args"]["city"], str), bound
     for method in ("json_schema", "function_calling"):
@@ -260,6 +333,11 @@ const options = { model, messages, temperature: 0, max_tokens: 30 };
   const tool = { type: "function", function: { name: "get_weather", parameters: { type: "object", properties: { city: { type: "string", maxLength: 20 } }, required: ["city"] } } };
   const called = await client.chat.completions.stream({ ...options, max_tokens: 100, tools: [tool], tool_choice: { type: "function", function: { name: "get_weather" } } }).finalChatCompletion();
   assert.strictEqual(typeof JSON.parse(called.choices[0].message.tool_calls[0].function.arguments).city, "string");
+  const ask = { model, input: messages[0].content, temperature: 0, max_output_tokens: 30 };
+  const response = await client.responses.create(ask);
+  assert.strictEqual(response.output_text, whole.choices[0].message.content);
+  const responding = client.responses.stream(ask);
+  assert.strictEqual((await responding.finalResponse()).output_text, response.output_text);
   await assert.rejects(client.chat.completions.create({ ...options, model: "gpt-4o" }), OpenAI.NotFoundError);
   await assert.rejects(client.chat.completions.create({ ...options, temperature: 9 }), OpenAI.BadRequestError);
   const endless = await client.chat.completions.create({ ...options, max_tokens: 900, stream: true, ignore_eos: true });

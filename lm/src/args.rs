@@ -16,6 +16,7 @@ use examples::launch::{BackendName, Launched, Patience, local_size};
 
 use crate::adapters::AdapterArgs;
 use crate::batch::args::BatchArgs;
+use crate::bench_serve::args::BenchServeArgs;
 use crate::chat::args::ChatArgs;
 use crate::command::Command;
 use crate::export::ExportArgs;
@@ -36,8 +37,8 @@ pub struct Args {
     #[arg(value_name = "COMMAND")]
     pub command: Option<Command>,
 
-    /// Folder or GGUF file of the model, or its name on the Hub: owner/name, owner/name@revision or owner/name/file.gguf
-    /// [default: a small random one]
+    /// Folder or GGUF file of the model, or its name on the Hub: owner/name, owner/name@revision or owner/name/file.gguf; with
+    /// bench-serve its name at the server [default: a small random one; the first one of the server]
     #[arg(long, value_name = "PATH|NAME", help_heading = "Model")]
     pub model: Option<PathBuf>,
 
@@ -172,6 +173,10 @@ pub struct Args {
     #[command(flatten)]
     pub serve: ServeArgs,
 
+    /// The options of a load on a server.
+    #[command(flatten)]
+    pub load: BenchServeArgs,
+
     /// The scoring options.
     #[command(flatten)]
     pub score: ScoreArgs,
@@ -218,6 +223,7 @@ impl Launched for Args {
             _ if self.command == Some(Command::Info) => vec![("info".into(), 1)],
             _ if self.command == Some(Command::Export) => vec![("export".into(), 1)],
             _ if self.command == Some(Command::Merge) => vec![("merge".into(), 1)],
+            _ if self.command == Some(Command::BenchServe) => vec![("bench-serve".into(), 1)],
             training @ TrainArgs { dp, .. } if training.trains() => {
                 vec![(format!("--pp {pp} × --dp {dp}{tokens}{experts} × --tp {tp}"), pp * dp * cp * ep * tp)]
             }

@@ -51,9 +51,10 @@ impl Args {
             (0.01..=100.0).contains(&repetition_penalty),
             "--repetition-penalty {repetition_penalty} is not from 0.01 to 100: give 1 for none."
         );
-        let generates =
-            !matches!(self.command, Some(Command::Info | Command::Export | Command::Merge | Command::Serve))
-                && !self.training.trains();
+        let generates = !matches!(
+            self.command,
+            Some(Command::Info | Command::Export | Command::Merge | Command::Serve | Command::BenchServe)
+        ) && !self.training.trains();
         self.talk.validate(generates, self.prompt.is_some())?;
         require!(
             self.stop.iter().all(|text| !text.is_empty()),
@@ -68,7 +69,8 @@ impl Args {
             self.layout.is_none() || pp > 1 || self.training.trains(),
             "--layout says what is in each stage, and --pp 1 has all layers in one: give --pp, or leave it out."
         );
-        if let Some(model) = self.model.as_ref().filter(|_| self.hub_name().is_none()) {
+        let is_local = self.command != Some(Command::BenchServe) && self.hub_name().is_none();
+        if let Some(model) = self.model.as_ref().filter(|_| is_local) {
             let is_gguf = model.is_file() && model.extension().is_some_and(|extension| extension == "gguf");
             require!(
                 model.is_dir() || is_gguf,
@@ -92,6 +94,7 @@ impl Args {
                 Some(
                     Command::Generate
                     | Command::Serve
+                    | Command::BenchServe
                     | Command::Score
                     | Command::Info
                     | Command::Export
@@ -123,8 +126,12 @@ impl Args {
             merge::validate(self)?;
         }
         self.adapters.validate()?;
+        if self.command == Some(Command::Serve) {
+            self.adapters.validate_names()?;
+        }
         self.score.validate()?;
         self.serve.validate()?;
+        self.load.validate()?;
         self.batches.validate(self.training.batch)?;
         require!(
             self.training.batch.is_none() || self.training.trains() || self.batches.prompts.is_some(),
@@ -164,6 +171,7 @@ impl Args {
             ("--valid", valid),
             ("--text", text),
             ("--prompts", prompts),
+            ("--dataset-path", &self.load.dataset_path),
             ("--model", &self.model),
         ];
         let given = inputs.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?)));

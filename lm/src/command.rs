@@ -11,6 +11,8 @@ pub enum Command {
     Train,
     /// Answers requests of the OpenAI API over HTTP
     Serve,
+    /// Loads a server of the OpenAI API with requests, and tells how long they take
+    BenchServe,
     /// Scores a text: the perplexity that a model finds in it
     Score,
     /// Tells what a model is, and what each of --tp ranks would hold

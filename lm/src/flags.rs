@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use Command::{Export, Generate, Info, Merge, Score, Serve, Train};
+use Command::{BenchServe, Export, Generate, Info, Merge, Score, Serve, Train};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, CommandFactory, ValueEnum};
 use examples::cli::{Checked, UsageError};
@@ -11,22 +11,24 @@ use crate::args::Args;
 use crate::command::Command;
 
 /// The commands of the flags under each heading of the help.
-const HEADINGS: [(&str, &[Command]); 8] = [
+const HEADINGS: [(&str, &[Command]); 9] = [
     ("Model", &[Generate, Train, Serve, Score, Info]),
     ("Export", &[Export, Merge]),
     ("Ranks", &[Generate, Train, Serve, Score]),
     ("Text", &[Generate]),
     ("Server", &[Serve]),
+    ("Load", &[BenchServe]),
     ("Scoring", &[Score]),
     ("Training", &[Train]),
-    ("Output", &[Generate, Train, Score, Info, Export, Merge]),
+    ("Output", &[Generate, Train, BenchServe, Score, Info, Export, Merge]),
 ];
 
 /// The commands of flags that are not those of their heading.
-const FLAGS: [(&str, &[Command]); 12] = [
+const FLAGS: [(&str, &[Command]); 13] = [
     ("adapter", &[Generate, Serve, Score, Export, Merge]),
     ("dtype", &[Generate, Train, Serve, Score, Info, Merge]),
-    ("model", &[Generate, Train, Serve, Score, Info, Export, Merge]),
+    ("model", &[Generate, Train, Serve, BenchServe, Score, Info, Export, Merge]),
+    ("seed", &[Generate, Train, Serve, BenchServe, Score, Info]),
     ("ignore_field", &[Generate, Train, Serve, Score, Info, Export, Merge]),
     ("tp", &[Generate, Train, Serve, Score, Info]),
     ("cp", &[Generate, Train, Score]),

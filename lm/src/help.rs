@@ -29,6 +29,8 @@ Examples:
       A conversation with a model that was trained for it; each line is a message.
   cargo run --release --bin lm -- serve --model ./SmolLM2-135M-Instruct.Q4_1.gguf --tp 2
       A server of the OpenAI API at http://127.0.0.1:8080, with a page to chat with.
+  cargo run --release --bin lm -- bench-serve --base-url http://127.0.0.1:8080 --request-rate 4 --num-prompts 200
+      What clients of a server see when four requests come in a second.
   git log -1 --format=%B | cargo run --release --bin lm -- generate --model ./Llama-3.2-1B
       The prompt from a pipe.
   cargo build --release --features mpi && mpirun -n 2 target/release/lm generate --tp 2 --backend mpi

@@ -3,6 +3,7 @@
 pub mod adapters;
 pub mod args;
 pub mod batch;
+pub mod bench_serve;
 pub mod chat;
 mod check;
 pub mod command;

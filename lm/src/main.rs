@@ -25,7 +25,7 @@ use lm::info::Info;
 use lm::input::{agree, usage};
 use lm::located::located;
 use lm::report::Report;
-use lm::{batch, export, memory, merge, opened, score, serve, train};
+use lm::{batch, bench_serve, export, memory, merge, opened, score, serve, train};
 use tokenizers::Tokenizer;
 
 fn main() -> ExitCode {
@@ -35,6 +35,9 @@ fn main() -> ExitCode {
 
 /// Does what the command line says.
 fn command(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
+    if args.command == Some(Command::BenchServe) {
+        return bench_serve::program::run(args);
+    }
     args.check_inputs(ranks)?;
     let name = serve::program::name(args);
     let args = &located(args, ranks, Hub::from_env)?;

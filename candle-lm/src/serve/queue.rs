@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::request::{RequestError, ServeRequest};
-use super::stream::{self, EventSender, RequestStream, TokenEvent};
+use super::stream::{self, EventSender, RequestStream, TokenEvent, WeakSender};
 
 /// How much may wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +66,8 @@ pub struct ServeStatus {
     pub room: Option<usize>,
     /// The texts that can be written at once.
     pub slots: usize,
+    /// The adapters that requests may ask for.
+    pub adapters: usize,
     /// The bytes of all slots on all ranks, if all are full.
     pub cache_bytes: usize,
     /// The requests that have a slot.
@@ -123,6 +125,8 @@ struct QueueContents {
     waiting: BTreeMap<u64, VecDeque<WaitingRequest>>,
     /// The clients that have some, in the order of their turns.
     turns: VecDeque<u64>,
+    /// The ends of all requests that wait or have a slot; some of those are over.
+    open: Vec<WeakSender>,
     requests: usize,
     tokens: usize,
     vocab_size: usize,
@@ -164,6 +168,7 @@ impl RequestQueue {
             limits,
             waiting: BTreeMap::new(),
             turns: VecDeque::new(),
+            open: Vec::new(),
             requests: 0,
             tokens: 0,
             vocab_size: 0,
@@ -307,7 +312,7 @@ impl RequestQueue {
         }
     }
 
-    /// Fails all requests that wait, and those that come.
+    /// Fails all requests, those that wait, those that have a slot and those that come. It waits for no pass.
     pub(super) fn close(&self, error: RequestError) {
         let mut state = self.0.state.lock();
         state.mode = QueueMode::Stopping;
@@ -321,8 +326,10 @@ impl RequestQueue {
             state.status.ended += 1;
             waiting.events.send(TokenEvent::Failed(error.clone()));
         }
+        let open = std::mem::take(&mut state.open);
         drop(state);
         self.0.changed.notify_all();
+        open.iter().for_each(|request| request.fail(error.clone()));
     }
 }
 
@@ -348,6 +355,10 @@ impl QueueContents {
         if let Some(token) = named.copied().find(|&token| token as usize >= vocab_size) {
             return invalid(format!("token {token}: the model has {vocab_size} tokens"));
         }
+        let adapters = self.status.adapters;
+        if let Some(number) = request.adapter.filter(|&number| number >= adapters) {
+            return invalid(format!("adapter {number}: the model has {adapters}, from 0"));
+        }
         if let Some((token, bias)) = request.logit_bias.iter().find(|(_, bias)| !bias.is_finite()) {
             return invalid(format!("the bias {bias} of token {token} is no number"));
         }
@@ -372,6 +383,10 @@ impl QueueContents {
 
     fn push(&mut self, waiting: WaitingRequest) {
         let client = waiting.request.client;
+        if self.open.len() > 2 * (self.requests + self.status.slots) {
+            self.open.retain(|request| !request.is_over());
+        }
+        self.open.push(waiting.events.downgrade());
         self.requests += 1;
         self.tokens += waiting.request.prompt.len();
         let of_client = self.waiting.entry(client).or_default();
@@ -452,7 +467,8 @@ mod tests {
         };
         assert_eq!(of(|r| r.prompt = vec![1; 100]), Some(SubmitError::TooLong { tokens: 100, room: 100 }));
         assert_eq!(of(|r| (r.prompt, r.max_tokens) = (vec![1; 100], 0)), None);
-        let refused: [fn(&mut ServeRequest); 8] = [
+        let refused: [fn(&mut ServeRequest); 9] = [
+            |r| r.adapter = Some(0),
             |r| r.prompt.clear(),
             |r| r.prompt.push(50),
             |r| r.logit_bias = [(50, 1.0)].into(),

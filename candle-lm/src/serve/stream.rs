@@ -1,7 +1,7 @@
 //! What happens to a request, from the engine to its client.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -86,10 +86,9 @@ pub(super) fn channel() -> (EventSender, RequestStream) {
     (EventSender(shared.clone()), RequestStream(shared))
 }
 
-impl EventSender {
-    /// Sends an event. None comes behind the last one, and none to a stream that was dropped.
-    pub fn send(&self, event: TokenEvent) {
-        let mut mailbox = self.0.mailbox.lock();
+impl SharedMailbox {
+    fn send(&self, event: TokenEvent) {
+        let mut mailbox = self.mailbox.lock();
         if mailbox.is_ended {
             return;
         }
@@ -99,15 +98,45 @@ impl EventSender {
         }
         let waker = mailbox.waker.take();
         drop(mailbox);
-        self.0.changed.notify_all();
+        self.changed.notify_all();
         if let Some(waker) = waker {
             waker.wake();
         }
+    }
+}
+
+impl EventSender {
+    /// Sends an event. None comes behind the last one, and none to a stream that was dropped.
+    pub fn send(&self, event: TokenEvent) {
+        self.0.send(event);
     }
 
     /// Whether the stream was dropped.
     pub fn is_abandoned(&self) -> bool {
         self.0.mailbox.lock().is_abandoned
+    }
+
+    /// A sender for who only ends the request.
+    pub(super) fn downgrade(&self) -> WeakSender {
+        WeakSender(Arc::downgrade(&self.0))
+    }
+}
+
+/// A sender that keeps nothing of its stream alive.
+#[derive(Debug)]
+pub(super) struct WeakSender(Weak<SharedMailbox>);
+
+impl WeakSender {
+    /// Whether nobody reads or writes the stream any more.
+    pub(super) fn is_over(&self) -> bool {
+        self.0.strong_count() == 0
+    }
+
+    /// Fails the request, unless it has ended.
+    pub(super) fn fail(&self, error: RequestError) {
+        if let Some(mailbox) = self.0.upgrade() {
+            mailbox.send(TokenEvent::Failed(error));
+        }
     }
 }
 

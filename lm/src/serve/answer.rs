@@ -15,6 +15,7 @@ use super::reply::ReplyDelta;
 pub(super) enum AnswerKind {
     Chat,
     Completion,
+    Response,
 }
 
 /// The texts that a request asks for.
@@ -26,6 +27,8 @@ pub(super) struct AnswerPlan {
     pub(super) texts_of_prompt: usize,
     pub(super) streams: bool,
     pub(super) includes_usage: bool,
+    /// The object of a response that has not begun.
+    pub(super) response: Option<Value>,
     /// The field that has the prompt.
     pub(super) param: &'static str,
 }
@@ -50,19 +53,19 @@ const NEVER: f32 = -9999.0;
 impl AnswerFrame {
     pub(super) fn new(
         kind: AnswerKind,
-        model: &'static ServedModel,
+        model: &'static ServedModelName,
         (prompt_tokens, texts_of_prompt): (usize, usize),
     ) -> Self {
         let prefix = if kind == AnswerKind::Chat { "chatcmpl" } else { "cmpl" };
         let created = jiff::Timestamp::now().as_second().unsigned_abs();
-        Self { kind, id: fresh_id(prefix), created, model: &model.name, prompt_tokens, texts_of_prompt }
+        Self { kind, id: fresh_id(prefix), created, model, prompt_tokens, texts_of_prompt }
     }
 
     fn object(&self, streams: bool) -> &'static str {
         match (self.kind, streams) {
-            (AnswerKind::Chat, false) => "chat.completion",
-            (AnswerKind::Chat, true) => "chat.completion.chunk",
             (AnswerKind::Completion, _) => "text_completion",
+            (_, false) => "chat.completion",
+            (_, true) => "chat.completion.chunk",
         }
     }
 
@@ -149,7 +152,7 @@ pub(super) fn logprobs(kind: AnswerKind, model: &ServedModel, tokens: &[ToldToke
     let text = |token: u32| String::from_utf8_lossy(model.bytes(token)).into_owned();
     let finite = |logprob: f32| if logprob.is_finite() { logprob.max(NEVER) } else { NEVER };
     match kind {
-        AnswerKind::Chat => {
+        AnswerKind::Chat | AnswerKind::Response => {
             let entry = |token: u32, logprob: f32| json!({"token": text(token), "logprob": finite(logprob), "bytes": model.bytes(token)});
             let content = tokens.iter().map(|told| {
                 let logprob = told.logprob.as_ref();
@@ -226,7 +229,7 @@ impl TextParts {
         let mut choice = json!({"index": index});
         match kind {
             AnswerKind::Completion => choice["text"] = json!(self.text),
-            AnswerKind::Chat => {
+            AnswerKind::Chat | AnswerKind::Response => {
                 let content = if self.text.is_empty() && !self.calls.is_empty() {
                     Value::Null
                 } else {

@@ -58,6 +58,15 @@ impl ApiError {
         Self { code: Some("context_length_exceeded"), ..Self::invalid(param, message) }
     }
 
+    /// The same with another name of a field, which is what the client calls it.
+    pub(super) fn renamed(mut self, name: &str, own: &str) -> Self {
+        if self.param.as_deref() == Some(name) {
+            self.param = Some(own.to_owned());
+        }
+        self.message = self.message.replace(&format!("`{name}`"), &format!("`{own}`"));
+        self
+    }
+
     /// The key is not there, or not a known one.
     pub(super) fn unauthorized() -> Self {
         Self {
@@ -80,15 +89,16 @@ impl ApiError {
     }
 
     /// There is no such model.
-    pub(super) fn no_model(wanted: &str, name: &str) -> Self {
+    pub(super) fn no_model<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Self {
         let wanted: String = wanted.chars().take(200).collect();
+        let names: Vec<String> = names.map(|name| format!("{name:?}")).collect();
         Self {
             code: Some("model_not_found"),
             param: Some("model".into()),
             ..Self::new(
                 StatusCode::NOT_FOUND,
                 INVALID,
-                format!("The model {wanted:?} does not exist: this server has {name:?}."),
+                format!("The model {wanted:?} does not exist: this server has {}.", names.join(", ")),
             )
         }
     }
@@ -102,6 +112,18 @@ impl ApiError {
                 StatusCode::NOT_FOUND,
                 INVALID,
                 format!("There is no {path:?} here: see /openapi.json."),
+            )
+        }
+    }
+
+    /// A response of the past.
+    pub(super) fn not_stored() -> Self {
+        Self {
+            code: Some("not_found"),
+            ..Self::new(
+                StatusCode::NOT_FOUND,
+                INVALID,
+                "No response is stored here: send all of the conversation as `input`.",
             )
         }
     }

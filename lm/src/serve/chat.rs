@@ -78,6 +78,7 @@ pub(super) fn plan(mut fields: Fields, context: &RequestContext<'_>) -> ApiResul
         prompt_tokens: prompt.len(),
         streams: parameters.streams,
         includes_usage: parameters.includes_usage,
+        response: None,
         param: "messages",
     })
 }

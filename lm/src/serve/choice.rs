@@ -47,6 +47,8 @@ pub(super) struct ChoiceStep {
 #[derive(Clone, Debug, Default)]
 pub(super) struct ChoiceCounts {
     pub(super) tokens: usize,
+    /// Those of them that are thoughts.
+    pub(super) thoughts: usize,
     pub(super) cached: usize,
     pub(super) admitted: Option<Instant>,
     pub(super) begun: Option<Instant>,
@@ -195,7 +197,9 @@ impl Choice {
         let (clear, is_over) = stops.next(&piece);
         let is_hidden = self.reader.is_thinking();
         self.reader.read(&clear, false, &mut step.deltas);
-        if self.tells_tokens && !is_hidden && !self.reader.is_thinking() {
+        if is_hidden || self.reader.is_thinking() {
+            self.counts.thoughts += 1;
+        } else if self.tells_tokens {
             self.tell(token, logprob, step);
         }
         if is_over {

@@ -77,6 +77,7 @@ pub(super) fn plan(mut fields: Fields, context: &RequestContext<'_>) -> ApiResul
         texts_of_prompt: parameters.count,
         streams: parameters.streams,
         includes_usage: parameters.includes_usage,
+        response: None,
         param: NAME,
     })
 }

@@ -8,7 +8,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::Router;
-use hyper::rt::{Read, ReadBufCursor, Write};
+use hyper::rt::{Read, ReadBuf, ReadBufCursor, Write};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -21,6 +21,8 @@ use tokio::time::{Sleep, sleep, timeout};
 const HEAD: Duration = Duration::from_secs(30);
 /// A client that reads nothing so long is gone.
 const UNREAD: Duration = Duration::from_secs(30);
+/// How long a client has to end its side when a connection ends.
+const REST: Duration = Duration::from_millis(500);
 /// The most bytes of a head.
 const HEAD_BYTES: usize = 32 << 10;
 /// The most fields of a head.
@@ -65,16 +67,33 @@ async fn refuse(mut stream: TcpStream) {
     timeout(Duration::from_secs(1), stream.shutdown()).await.ok();
 }
 
-/// A connection whose writes fail if the client reads nothing for a while.
+/// A connection whose writes fail if the client reads nothing for a while. At its end it reads on for a moment: if something is left
+/// unread, the system resets it, and the client never learns why it was refused.
 struct PatientStream {
     inner: TokioIo<TcpStream>,
     /// When the patience ends, while a write waits.
     patience: Option<Pin<Box<Sleep>>>,
+    /// When the connection ends in any case, once this side is shut.
+    rest: Option<Pin<Box<Sleep>>>,
 }
 
 impl PatientStream {
     fn new(stream: TcpStream) -> Self {
-        Self { inner: TokioIo::new(stream), patience: None }
+        Self { inner: TokioIo::new(stream), patience: None, rest: None }
+    }
+
+    /// Reads until the client ends its side, or the time is over.
+    fn drained(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        let rest = self.rest.get_or_insert_with(|| Box::pin(sleep(REST)));
+        let mut bytes = [0; 4096];
+        while rest.as_mut().poll(context).is_pending() {
+            let mut buffer = ReadBuf::new(&mut bytes);
+            match ready!(Pin::new(&mut self.inner).poll_read(context, buffer.unfilled())) {
+                Ok(()) if !buffer.filled().is_empty() => {}
+                _ => break,
+            }
+        }
+        Poll::Ready(())
     }
 
     fn watched<T>(&mut self, written: Poll<io::Result<T>>, context: &mut Context<'_>) -> Poll<io::Result<T>> {
@@ -114,8 +133,11 @@ impl Write for PatientStream {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let shut = Pin::new(&mut self.inner).poll_shutdown(context);
-        self.watched(shut, context)
+        if self.rest.is_none() {
+            let shut = Pin::new(&mut self.inner).poll_shutdown(context);
+            ready!(self.watched(shut, context))?;
+        }
+        self.drained(context).map(Ok)
     }
 
     fn is_write_vectored(&self) -> bool {

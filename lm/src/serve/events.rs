@@ -11,28 +11,34 @@ use axum::body::{Body, Bytes, HttpBody};
 use axum::http::{HeaderValue, Response, header};
 use candle_lm::serve::RequestError;
 use http_body::Frame;
-use serde_json::{Value, json};
 use tokio::time::{Instant, Sleep, sleep};
 
-use super::answer::{self, AnswerFrame, AnswerKind};
 use super::api_error::ApiError;
 use super::choice::{Choice, ChoiceStep};
 use super::metrics::RequestRecord;
-use super::model::ServedModel;
-use super::reply::ReplyDelta;
 
 /// After so much silence a client, and what is between it and here, learns that the text is still being written.
 const PING: Duration = Duration::from_secs(15);
 
+/// What a stream says, in the form that its clients parse.
+pub(super) trait EventWriter: Send {
+    /// What comes before all texts.
+    fn begin(&mut self, events: &mut VecDeque<String>);
+
+    /// What is new of a text.
+    fn step(&mut self, index: usize, step: ChoiceStep, events: &mut VecDeque<String>);
+
+    /// What comes behind all texts.
+    fn end(&mut self, choices: &[Choice], events: &mut VecDeque<String>);
+
+    /// What comes instead of the rest of the texts.
+    fn fail(&mut self, error: &ApiError, events: &mut VecDeque<String>);
+}
+
 /// The body of a stream. Dropped, it cancels what is not written yet.
 pub(super) struct EventBody {
-    frame: AnswerFrame,
-    model: &'static ServedModel,
+    writer: Box<dyn EventWriter>,
     choices: Vec<Choice>,
-    /// The calls that each choice has begun.
-    calls: Vec<usize>,
-    includes_usage: bool,
-    tells_tokens: bool,
     ready: VecDeque<String>,
     is_over: bool,
     ping: Pin<Box<Sleep>>,
@@ -42,33 +48,16 @@ pub(super) struct EventBody {
 impl EventBody {
     /// A stream of texts of which the first steps are there already.
     pub(super) fn new(
-        frame: AnswerFrame,
-        model: &'static ServedModel,
+        writer: Box<dyn EventWriter>,
         choices: Vec<Choice>,
         first: Vec<(usize, ChoiceStep)>,
-        (includes_usage, tells_tokens): (bool, bool),
         record: RequestRecord,
     ) -> Self {
-        let calls = vec![0; choices.len()];
-        let mut body = Self {
-            frame,
-            model,
-            choices,
-            calls,
-            includes_usage,
-            tells_tokens,
-            ready: VecDeque::new(),
-            is_over: false,
-            ping: Box::pin(sleep(PING)),
-            record,
-        };
-        if body.frame.kind == AnswerKind::Chat {
-            for index in 0..body.choices.len() {
-                body.push(index, json!({"role": "assistant", "content": ""}), Value::Null, None);
-            }
-        }
+        let ping = Box::pin(sleep(PING));
+        let mut body = Self { writer, choices, ready: VecDeque::new(), is_over: false, ping, record };
+        body.writer.begin(&mut body.ready);
         for (index, step) in first {
-            body.push_step(index, step);
+            body.writer.step(index, step, &mut body.ready);
         }
         body.end_if_over();
         body
@@ -84,82 +73,12 @@ impl EventBody {
         response
     }
 
-    fn push_event(&mut self, value: &Value) {
-        self.ready.push_back(format!("data: {value}\n\n"));
-    }
-
-    fn push(&mut self, index: usize, delta: Value, logprobs: Value, end: Option<&'static str>) {
-        let choice = match self.frame.kind {
-            AnswerKind::Chat => {
-                json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": end})
-            }
-            AnswerKind::Completion => {
-                json!({"index": index, "text": delta, "logprobs": logprobs, "finish_reason": end})
-            }
-        };
-        let chunk = self.frame.chunk(choice, self.includes_usage);
-        self.push_event(&chunk);
-    }
-
-    fn push_step(&mut self, index: usize, step: ChoiceStep) {
-        let mut logprobs = match step.tokens.is_empty() || !self.tells_tokens {
-            true => Value::Null,
-            false => answer::logprobs(self.frame.kind, self.model, &step.tokens),
-        };
-        let is_chat = self.frame.kind == AnswerKind::Chat;
-        let (mut text, mut thought) = (String::new(), String::new());
-        let mut deltas = Vec::new();
-        // What comes in one step is told at once.
-        for delta in step.deltas {
-            match delta {
-                ReplyDelta::Text(more) => text.push_str(&more),
-                ReplyDelta::Thought(more) => thought.push_str(&more),
-                ReplyDelta::Call(call) => {
-                    let place = self.calls.get_mut(index).map_or(0, |calls| {
-                        *calls += 1;
-                        *calls - 1
-                    });
-                    let function =
-                        |function: Value| json!({"tool_calls": [{"index": place, "function": function}]});
-                    let mut begun = function(json!({"name": call.name, "arguments": ""}));
-                    begun["tool_calls"][0]["id"] = json!(answer::call_id(self.model));
-                    begun["tool_calls"][0]["type"] = json!("function");
-                    deltas.push(begun);
-                    if !call.arguments.is_empty() {
-                        deltas.push(function(json!({"arguments": call.arguments})));
-                    }
-                }
-                ReplyDelta::Arguments(more) => {
-                    let place = self.calls.get(index).map_or(0, |calls| calls.saturating_sub(1));
-                    deltas.push(json!({"tool_calls": [{"index": place, "function": {"arguments": more}}]}));
-                }
-            }
-        }
-        if !thought.is_empty() {
-            self.push(index, json!({"reasoning_content": thought}), Value::Null, None);
-        }
-        if !text.is_empty() || !logprobs.is_null() {
-            let delta = if is_chat { json!({"content": text}) } else { json!(text) };
-            self.push(index, delta, logprobs.take(), None);
-        }
-        for delta in deltas {
-            self.push(index, delta, Value::Null, None);
-        }
-        if step.end.is_some() {
-            let delta = if is_chat { json!({}) } else { json!("") };
-            self.push(index, delta, Value::Null, step.end);
-        }
-    }
-
     fn end_if_over(&mut self) {
         if self.is_over || !self.choices.iter().all(Choice::is_over) {
             return;
         }
         self.is_over = true;
-        if self.includes_usage {
-            let usage = self.frame.usage_chunk(&self.choices);
-            self.push_event(&usage);
-        }
+        self.writer.end(&self.choices, &mut self.ready);
         self.ready.push_back("data: [DONE]\n\n".into());
         self.record.finish(&mut self.choices, 200);
     }
@@ -167,7 +86,7 @@ impl EventBody {
     fn fail(&mut self, error: &RequestError) {
         let error = ApiError::of_request(error);
         self.is_over = true;
-        self.push_event(&error.json());
+        self.writer.fail(&error, &mut self.ready);
         self.ready.push_back("data: [DONE]\n\n".into());
         self.record.finish(&mut self.choices, error.status.as_u16());
         self.choices.clear();
@@ -191,7 +110,7 @@ impl HttpBody for EventBody {
                 Poll::Pending => {}
                 Poll::Ready(Ok(step)) => {
                     this.record.note(&mut this.choices[index]);
-                    this.push_step(index, step);
+                    this.writer.step(index, step, &mut this.ready);
                 }
                 Poll::Ready(Err(error)) => this.fail(&error),
             }

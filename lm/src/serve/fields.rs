@@ -18,6 +18,17 @@ impl Fields {
         }
     }
 
+    /// The fields of an object that was made here.
+    pub(super) fn of(fields: Map<String, Value>) -> Self {
+        Self(fields)
+    }
+
+    /// All fields but these.
+    pub(super) fn into_others(mut self, names: &[&str]) -> Map<String, Value> {
+        self.0.retain(|name, _| !names.contains(&name.as_str()));
+        self.0
+    }
+
     /// The value of a field.
     pub(super) fn get(&self, name: &str) -> Option<&Value> {
         self.0.get(name).filter(|value| !value.is_null())

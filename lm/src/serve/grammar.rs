@@ -13,8 +13,8 @@ use toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 
 use super::vocabulary::TokenText;
 
-/// The most bytes of a schema.
-const LARGEST: usize = 16 << 10;
+/// The most bytes of a schema, that of all functions together where one must be called. The compiler has limits of its own.
+const LARGEST: usize = 128 << 10;
 /// The most objects inside of each other in a schema. The compiler calls itself for each.
 const DEEPEST: usize = 64;
 /// The most bytes of a pattern.

@@ -7,6 +7,7 @@ pub mod args;
 mod calls;
 mod chat;
 mod choice;
+mod chunks;
 mod completion;
 mod connection;
 mod events;
@@ -19,6 +20,8 @@ mod parameters;
 mod prep;
 pub mod program;
 mod reply;
+mod response_writer;
+mod responses;
 mod routes;
 mod vocabulary;
 

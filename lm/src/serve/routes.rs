@@ -1,5 +1,6 @@
 //! What each path answers.
 
+use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::io;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Uri, header};
 use axum::middleware::{Next, from_fn_with_state};
-use axum::routing::{get, post};
+use axum::routing::{any, get, post};
 use axum::{Extension, Router};
 use candle_lm::serve::{RequestError, RequestQueue, ServeStatus};
 use candle_lm::tokens;
@@ -23,14 +24,16 @@ use super::access::Client;
 use super::answer::{self, AnswerFrame, AnswerPlan, TextParts};
 use super::api_error::{ApiError, ApiResult};
 use super::choice::{Choice, ChoiceStep};
-use super::events::EventBody;
+use super::chunks::ChunkWriter;
+use super::events::{EventBody, EventWriter};
 use super::fields::{self, Fields, wrong};
 use super::front::FrontOptions;
 use super::metrics::{Metrics, RequestRecord};
 use super::model::ServedModel;
 use super::parameters::check_model;
 use super::prep::{PrepThread, RequestContext};
-use super::{chat, completion};
+use super::response_writer::ResponseWriter;
+use super::{chat, completion, responses};
 
 /// The time that a body has to arrive.
 const BODY_TIME: Duration = Duration::from_secs(60);
@@ -105,6 +108,8 @@ pub(super) fn router(state: Arc<FrontState>) -> Router {
         .route("/v1/models/{*id}", get(model))
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/completions", post(completions))
+        .route("/v1/responses", post(responses))
+        .route("/v1/responses/{*id}", any(stored_response))
         .route("/v1/embeddings", post(embeddings))
         .route("/tokenize", post(tokenize))
         .route("/detokenize", post(detokenize))
@@ -188,13 +193,18 @@ async fn metrics(State(state): FrontHandle) -> Response<Body> {
     of_type("text/plain; version=0.0.4; charset=utf-8", text)
 }
 
-fn model_object(state: &FrontState) -> Value {
-    let ServedModel { name, created, .. } = state.model;
-    json!({"id": name, "object": "model", "created": created, "owned_by": "candle-lm", "max_model_len": state.queue.status().room})
+fn model_object(state: &FrontState, name: &str) -> Value {
+    let ServedModel { name: base, created, .. } = state.model;
+    let parent = (name != base).then_some(base);
+    json!({
+        "id": name, "object": "model", "created": created, "owned_by": "candle-lm", "parent": parent,
+        "max_model_len": state.queue.status().room,
+    })
 }
 
 async fn models(State(state): FrontHandle) -> Response<Body> {
-    answer::json(StatusCode::OK, &json!({"object": "list", "data": [model_object(&state)]}))
+    let all: Vec<Value> = state.model.names().map(|name| model_object(&state, name)).collect();
+    answer::json(StatusCode::OK, &json!({"object": "list", "data": all}))
 }
 
 async fn model(
@@ -204,8 +214,10 @@ async fn model(
 ) -> Response<Body> {
     // What is no UTF-8 is the name of no model.
     match id {
-        Ok(Path(id)) if id == state.model.name => answer::json(StatusCode::OK, &model_object(&state)),
-        Ok(Path(id)) => ApiError::no_model(&id, &state.model.name).response(),
+        Ok(Path(id)) if state.model.names().any(|name| name == id) => {
+            answer::json(StatusCode::OK, &model_object(&state, &id))
+        }
+        Ok(Path(id)) => ApiError::no_model(&id, state.model.names()).response(),
         Err(_) => ApiError::no_route(uri.path()).response(),
     }
 }
@@ -308,6 +320,20 @@ async fn completions(
     write(state, head, record, request, completion::plan).await
 }
 
+async fn responses(
+    State(state): FrontHandle,
+    Extension(head): Extension<RequestHead>,
+    request: Request,
+) -> Response<Body> {
+    let record = record(&state, &head, "/v1/responses");
+    write(state, head, record, request, responses::plan).await
+}
+
+/// No response is kept.
+async fn stored_response() -> Response<Body> {
+    ApiError::not_stored().response()
+}
+
 /// Answers with texts.
 async fn write(
     state: Arc<FrontState>,
@@ -342,9 +368,11 @@ enum Texts {
 
 async fn texts(state: &FrontState, record: &mut RequestRecord, plan: AnswerPlan) -> ApiResult<Texts> {
     let model = state.model;
-    let AnswerPlan { kind, choices: plans, prompt_tokens, texts_of_prompt, streams, includes_usage, param } =
+    let AnswerPlan { kind, choices: plans, prompt_tokens, texts_of_prompt, response, streams, param, .. } =
         plan;
+    let includes_usage = plan.includes_usage;
     let tells_tokens = plans.first().is_some_and(|plan| plan.request.logprobs.is_some());
+    let name = model.name_with(plans.first().and_then(|plan| plan.request.adapter));
     record.begin(prompt_tokens);
     let mut choices = Vec::new();
     for (index, plan) in plans.into_iter().enumerate() {
@@ -353,17 +381,34 @@ async fn texts(state: &FrontState, record: &mut RequestRecord, plan: AnswerPlan)
         let events = state.queue.submit(request).map_err(|error| ApiError::of_submit(error, param))?;
         choices.push(Choice::new(index, model, events, plan));
     }
-    let frame = AnswerFrame::new(kind, model, (prompt_tokens, texts_of_prompt));
+    let frame = AnswerFrame::new(kind, name, (prompt_tokens, texts_of_prompt));
+    let responds = response.map(|response| ResponseWriter::new(model, response, prompt_tokens, tells_tokens));
     if streams {
         // What fails before its first token is no stream.
-        let first = tokio::select! {
-            first = any_step(&mut choices, record) => vec![first?],
-            () = sleep(FIRST) => Vec::new(),
+        let mut first = Vec::new();
+        let mut late = std::pin::pin!(sleep(FIRST));
+        while !choices.iter().any(|choice| choice.counts.tokens > 0 || choice.is_over()) {
+            tokio::select! {
+                step = any_step(&mut choices, record) => first.push(step?),
+                () = late.as_mut() => break,
+            }
+        }
+        let writer: Box<dyn EventWriter> = match responds {
+            Some(writer) => Box::new(writer),
+            None => Box::new(ChunkWriter::new(frame, model, choices.len(), (includes_usage, tells_tokens))),
         };
-        let tells = (includes_usage, tells_tokens);
-        return Ok(Texts::Stream(Box::new(move |record| {
-            EventBody::new(frame, model, choices, first, tells, record)
-        })));
+        return Ok(Texts::Stream(Box::new(move |record| EventBody::new(writer, choices, first, record))));
+    }
+    if let Some(mut writer) = responds {
+        let mut events = VecDeque::new();
+        while !choices.iter().all(Choice::is_over) {
+            let (index, step) = any_step(&mut choices, record).await?;
+            writer.step(index, step, &mut events);
+            events.clear();
+        }
+        writer.end(&choices, &mut events);
+        record.finish(&mut choices, 200);
+        return Ok(Texts::Whole(writer.into_response()));
     }
     let mut parts: Vec<TextParts> = choices.iter().map(|_| TextParts::default()).collect();
     while !choices.iter().all(Choice::is_over) {

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -42,7 +42,7 @@ impl Drop for StoppedByPanic {
 
 /// Serves what a client of rank 0 asks for, until it returns. Returns what rank 0 did, and the client's
 /// result.
-fn served<R: Send>(
+pub(super) fn served<R: Send>(
     ctx: &RankContext,
     stages: usize,
     files: &Files,
@@ -71,12 +71,12 @@ fn served<R: Send>(
     })
 }
 
-fn options(slots: usize, chunk: usize) -> ServeOptions {
+pub(super) fn options(slots: usize, chunk: usize) -> ServeOptions {
     ServeOptions { slots, chunk, room: Some(ROOM), ..ServeOptions::of(ModelOptions::of(DType::F32)) }
 }
 
 /// What a stream brings until it ends: tokens, the cached tokens of the prompt, and the end.
-fn read(stream: &mut RequestStream) -> (Vec<u32>, usize, TokenEvent) {
+pub(super) fn read(stream: &mut RequestStream) -> (Vec<u32>, usize, TokenEvent) {
     let (mut tokens, mut begun) = (Vec::new(), None);
     loop {
         match stream.next_event(MOMENT).expect("an event within a minute") {
@@ -283,7 +283,7 @@ fn random_requests_get_what_they_get_alone_on_every_mesh() {
                     let made = ran.client(queue, seed, 30);
                     (made, queue.status())
                 })?;
-                let computed = ctx.group().all_gather_object(&(made.0.passes, made.0.tokens))?;
+                let computed = ctx.group().objects().all_gather(&(made.0.passes, made.0.tokens))?;
                 assert!(
                     computed.iter().all(|of_rank| *of_rank == computed[0]),
                     "ranks compute the same passes"
@@ -619,6 +619,59 @@ fn a_rank_that_fails_ends_all_requests_with_its_cause() {
         assert!(matches!(refused, Some(SubmitError::Failed(cause)) if cause.contains("lost its disk")));
         assert_eq!(queue.status().running, 0);
     }
+}
+
+#[test]
+fn a_rank_that_fails_ends_requests_while_rank_0_computes() {
+    test_utils::skip_among_processes("a rank fails on purpose");
+    /// Takes as long as a long pass: until clients have their errors.
+    struct Busy(mpsc::Sender<()>, mpsc::Receiver<()>);
+
+    impl TokenConstraint for Busy {
+        fn mask(&mut self, allowed: &mut TokenMask) -> anyhow::Result<()> {
+            allowed.allow(1);
+            self.0.send(()).ok();
+            self.1.recv_timeout(MOMENT).map_err(|_| anyhow::anyhow!("clients have waited for the pass"))
+        }
+        fn accept(&mut self, _: u32) -> anyhow::Result<()> {
+            Ok(())
+        }
+    }
+
+    let folder = tempfile::tempdir().unwrap();
+    let files = random(folder.path(), &config(4, 2));
+    let queue = RequestQueue::new(QueueLimits::default());
+    let (busy, is_busy) = mpsc::channel();
+    let (told, are_told) = mpsc::channel();
+    let front = queue.clone();
+    let client = thread::spawn(move || {
+        assert_eq!(front.wait_until_open(MOMENT), Ok(true));
+        let request = ServeRequest { constraint: Some(Box::new(Busy(busy, are_told))), ..slow(&[1], 40) };
+        // Two have a slot, and one waits.
+        let mut streams = [request, slow(&[2], 40), slow(&[3], 40)].map(|one| front.submit(one).unwrap());
+        let ends: Vec<TokenEvent> = streams.iter_mut().map(|stream| read(stream).2).collect();
+        told.send(()).unwrap();
+        ends
+    });
+    let is_busy = Mutex::new(is_busy);
+    let ran = World::threads(2).run(|ctx| {
+        thread::scope(|scope| {
+            if ctx.rank() == 1 {
+                let (group, is_busy) = (ctx.group().clone(), &is_busy);
+                scope.spawn(move || {
+                    is_busy.lock().unwrap().recv_timeout(MOMENT).unwrap();
+                    group.fail("rank 1 has lost its disk");
+                });
+            }
+            serve(ctx, 1, &files, &options(2, 8), (ctx.rank() == 0).then_some(&queue))
+        })
+    });
+    assert!(ran.unwrap_err().to_string().contains("rank 1 has lost its disk"));
+    for end in client.join().unwrap() {
+        let TokenEvent::Failed(RequestError::World(cause)) = end else { panic!("{end:?}") };
+        assert!(cause.contains("rank 1 has lost its disk"), "{cause}");
+    }
+    assert_eq!(queue.status().running, 0);
 }
 
 #[test]

@@ -380,6 +380,35 @@ fn calls_of_mistral_have_names_that_its_template_takes() {
 }
 
 #[test]
+fn one_of_many_large_functions_is_called() {
+    // The room is too small for a prompt with all of them.
+    let template = Some("{% for m in messages %}{{ m.content }}{% endfor %}");
+    let server = ScriptedServer::with(Setting { template, ..Setting::default() }, |_| Script::tokens(&[]));
+    let property = |at: usize| {
+        let words = "What this is for, in about as many words as people write. ".repeat(2);
+        let kind = ["string", "integer", "boolean", "number"][at % 4];
+        (format!("property_{at}"), json!({"type": [kind, "null"], "maxLength": 3, "description": words}))
+    };
+    let function = |at: usize| {
+        let properties: serde_json::Map<String, Value> = (0..20).map(property).collect();
+        let required: Vec<&String> = properties.keys().collect();
+        let parameters = json!({"type": "object", "properties": properties, "required": required, "additionalProperties": false});
+        json!({"type": "function", "function": {"name": format!("function_{at}"), "parameters": parameters}})
+    };
+    let tools: Vec<Value> = (0..20).map(function).collect();
+    assert!(json!(tools).to_string().len() > 64_000);
+    let fields =
+        json!({"tools": tools, "tool_choice": "required", "parallel_tool_calls": false, "max_tokens": 1500});
+    let began = Instant::now();
+    let whole = post(server.address, CHAT, &said("Hi", fields)).json();
+    println!("20 functions: {:.2?}", began.elapsed());
+    let call = &whole["choices"][0]["message"]["tool_calls"][0]["function"];
+    let arguments: Value =
+        serde_json::from_str(call["arguments"].as_str().unwrap_or_else(|| panic!("{whole}"))).unwrap();
+    assert_eq!(arguments.as_object().unwrap().len(), 20, "{arguments}");
+}
+
+#[test]
 fn definitions_of_functions_that_cannot_stand_in_one_schema_are_refused() {
     let server = ScriptedServer::constrained();
     let tool = |name: &str, reference: &str, kind: &str| {

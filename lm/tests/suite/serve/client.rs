@@ -98,7 +98,7 @@ impl Client {
     pub(super) fn chunk(&mut self) -> Option<Vec<u8>> {
         let mut line = String::new();
         self.reader.read_line(&mut line).ok().filter(|&bytes| bytes > 0)?;
-        let mut chunk = vec![0; usize::from_str_radix(line.trim_end(), 16).unwrap() + 2];
+        let mut chunk = vec![0; usize::from_str_radix(line.trim_end(), 16).ok()? + 2];
         self.reader.read_exact(&mut chunk).ok()?;
         chunk.truncate(chunk.len() - 2);
         Some(chunk).filter(|chunk| !chunk.is_empty())
@@ -107,17 +107,22 @@ impl Client {
     /// Reads an answer.
     pub(super) fn answer(&mut self) -> Option<Answer> {
         let mut answer = self.head()?;
+        answer.body = self.body(&answer);
+        Some(answer)
+    }
+
+    /// Reads the body behind a head, as much as comes of it.
+    pub(super) fn body(&mut self, head: &Answer) -> String {
         let mut body = Vec::new();
-        if answer.header("transfer-encoding") == Some("chunked") {
+        if head.header("transfer-encoding") == Some("chunked") {
             while let Some(chunk) = self.chunk() {
                 body.extend(chunk);
             }
-        } else if let Some(length) = answer.header("content-length") {
+        } else if let Some(length) = head.header("content-length") {
             body.resize(length.parse().unwrap(), 0);
             self.reader.read_exact(&mut body).unwrap();
         }
-        answer.body = String::from_utf8(body).unwrap();
-        Some(answer)
+        String::from_utf8(body).unwrap()
     }
 }
 

@@ -1,68 +1,19 @@
 //! The program, with the random model.
 
-use std::io::{BufRead, BufReader};
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::Command;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use super::client::{CHAT, COMPLETE, Client, JSON, get, post, said};
+use super::process::Program;
 use crate::lm::chat;
 
-/// A server that is a process.
-struct Program {
-    child: Child,
-    address: SocketAddr,
-}
-
-impl Program {
-    fn start(flags: &[&str]) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_lm"))
-            .args(["serve", "--port", "0"])
-            .args(flags)
-            .env_remove("LM_API_KEY")
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let address = line.split("http://").nth(1).and_then(|rest| rest.split(": ").next());
-        let address = address.unwrap_or_else(|| panic!("{line}")).parse().unwrap();
-        Self { child, address }
-    }
-
-    fn signal(&self, signal: &str) {
-        let sent = Command::new("kill").args([signal, &self.child.id().to_string()]).status().unwrap();
-        assert!(sent.success());
-    }
-
-    /// Waits for the end.
-    #[track_caller]
-    fn wait(&mut self, most: Duration) -> ExitStatus {
-        let until = Instant::now() + most;
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status;
-            }
-            assert!(Instant::now() < until, "the program has not ended after {most:?}");
-            thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        self.child.kill().ok();
-        self.child.wait().ok();
-    }
-}
-
 /// What `lm generate` writes.
-fn generated(prompt: &str, flags: &[&str]) -> String {
+pub(super) fn generated(prompt: &str, flags: &[&str]) -> String {
     let said = Command::new(env!("CARGO_BIN_EXE_lm"))
         .args(["generate", "--prompt", prompt, "--temperature", "0", "--max-tokens", "24", "--json", "-"])
         .args(flags)
@@ -73,7 +24,7 @@ fn generated(prompt: &str, flags: &[&str]) -> String {
     report["text"].as_str().unwrap().strip_prefix(prompt).unwrap().to_owned()
 }
 
-const PROMPTS: [&str; 4] = ["Once", "The mesh", "x = ", "Upon a time there was a longer prompt"];
+pub(super) const PROMPTS: [&str; 4] = ["Once", "The mesh", "x = ", "Upon a time there was a longer prompt"];
 
 fn completion(address: SocketAddr, prompt: &str, stream: bool) -> String {
     let body = json!({"prompt": prompt, "temperature": 0, "max_tokens": 24, "stream": stream});
