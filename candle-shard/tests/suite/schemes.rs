@@ -328,6 +328,47 @@ fn columns_are_dealt_out_and_matrices_transposed_where_files_have_floats() {
 }
 
 #[test]
+fn rows_and_columns_are_read_in_another_order() {
+    let folder = Scratch::new("schemes-orders");
+    let path = folder.path("w.safetensors");
+    let x = Tensor::arange(0f32, 24., &Device::Cpu).unwrap().reshape((6, 4)).unwrap();
+    x.save_safetensors("x", &path).unwrap();
+    let open = || Weights::open(&path).unwrap();
+    let parts = [("a", vec![4..6, 0..1]), ("b", vec![1..2, 3..4, 2..3])];
+    for ranks in [1, 2, 3] {
+        let (path, x, parts) = (path.clone(), x.clone(), parts.clone());
+        on_ranks(ranks, "orders", move |ctx| -> Result<()> {
+            let mesh = mesh(ctx, &[ranks])?;
+            let rows = Weights::open(&path)?.split_rows("x", &parts)?;
+            let columns = Weights::open(&path)?.permute_columns("x", &[2, 0, 3, 1])?;
+            let of = |order: &[u32], dim: usize| x.index_select(&Tensor::new(order, &Device::Cpu)?, dim);
+            for (weights, name, want) in [
+                (&rows, "a", of(&[4, 5, 0], 0)?),
+                (&rows, "b", of(&[1, 3, 2], 0)?),
+                (&columns, "x", of(&[2, 0, 3, 1], 1)?),
+            ] {
+                for dim in 0..2 {
+                    let spec = Spec::new(&mesh, &[Shard(dim)], want.shape(), DType::F32)?;
+                    let read = weights.read(name, &spec, &Device::Cpu)?;
+                    assert_eq!(read.to_local().to_vec2::<f32>()?, block(&want, &spec)?.to_vec2::<f32>()?);
+                }
+            }
+            Ok(())
+        });
+    }
+    let refused = |made: Result<Weights>, want: &str| {
+        let text = made.err().map(|error| error.to_string()).unwrap_or_default();
+        assert!(text.contains(want), "{text}: {want}");
+    };
+    refused(open().split_rows("x", &[("a", vec![0..3, 2..6])]), "each row once");
+    refused(open().split_rows("x", &[("a", vec![0..3, 4..6])]), "each row once");
+    refused(open().split_rows("x", &[("a", vec![0..7])]), "each row once");
+    refused(open().permute_columns("x", &[0, 1, 2, 2]), "each once");
+    refused(open().permute_columns("x", &[0, 1, 2]), "each once");
+    refused(open().permute_columns("x", &[0, 1, 2, 4]), "each once");
+}
+
+#[test]
 fn what_cannot_be_read_is_one_error() {
     let folder = Scratch::new("schemes-errors");
     let path = folder.path("w.safetensors");

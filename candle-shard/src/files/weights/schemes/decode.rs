@@ -23,8 +23,8 @@ impl Scheme {
     pub(super) fn decode(&self, weights: &Weights, [rows, columns]: [Range<usize>; 2]) -> Result<Vec<f32>> {
         let part = MatrixPart { rows, columns };
         match self {
-            Self::Scaled { codes, is_float, scales, block, factor } => {
-                part.scaled(weights, (codes, *is_float), (scales, *block, *factor))
+            Self::Scaled { codes, is_float, scales, block, factor, index } => {
+                part.scaled(weights, (codes, *is_float), (scales, *block, *factor), *index)
             }
             Self::Gptq { codes, zeros, scales, groups, bits, size, more } => {
                 part.gptq(weights, [codes, zeros, scales], groups.as_ref(), (*bits, *size, *more))
@@ -39,9 +39,7 @@ impl Scheme {
             }
             Self::Mxfp4 { codes, scales, index } => part.mxfp4(weights, [codes, scales], *index),
             Self::Nvfp4 { codes, scales, factor } => part.nvfp4(weights, [codes, scales], *factor),
-            Self::View { of, index, first, step, turned } => {
-                part.view(weights, of, *index, ([*first, *step], *turned))
-            }
+            Self::View { of, index, columns, turned } => part.view(weights, of, *index, (columns, *turned)),
         }
     }
 }
@@ -75,10 +73,20 @@ impl MatrixPart {
         weights: &Weights,
         (codes, is_float): (&StoredTensor, bool),
         (scales, [height, width], factor): (&StoredTensor, [usize; 2], f32),
+        index: Option<usize>,
     ) -> Result<Vec<f32>> {
-        let held = codes.bytes(weights, &[self.rows.clone(), self.columns.clone()], 1)?;
+        let of_matrix = |part: [Range<usize>; 2]| -> Vec<Range<usize>> {
+            index.map(|at| at..at + 1).into_iter().chain(part).collect()
+        };
+        let held = codes.bytes(weights, &of_matrix([self.rows.clone(), self.columns.clone()]), 1)?;
         let (of_rows, (group_of, of_columns)) = (groups(&self.rows, height), self.groups(width));
-        let scale = scales.part(weights, [of_rows.clone(), of_columns.clone()])?;
+        let mut part = of_matrix([of_rows.clone(), of_columns.clone()]);
+        part.truncate(scales.shape.len());
+        if let ([one], [1]) = (&mut part[..], &scales.shape[..]) {
+            // A scale for all matrices.
+            *one = 0..1;
+        }
+        let scale = scales.floats(weights, &part)?;
         let table: Vec<f32> = (0..=u8::MAX)
             .map(
                 |code| {
@@ -165,19 +173,21 @@ impl MatrixPart {
         weights: &Weights,
         of: &StoredTensor,
         index: Option<usize>,
-        ([first, step], turned): ([usize; 2], bool),
+        (order, turned): (&[usize], bool),
     ) -> Result<Vec<f32>> {
         let (rows, columns) = if turned { (&self.columns, &self.rows) } else { (&self.rows, &self.columns) };
-        let last = columns.len().saturating_sub(1) * step;
-        let start = first + columns.start * step;
-        let part = [rows.clone(), start..start + last + 1];
-        let part: Vec<Range<usize>> = index.map(|at| at..at + 1).into_iter().chain(part).collect();
-        let (held, width) = (of.elements(weights, &part)?, last + 1);
+        let order = &order[columns.clone()];
+        let first = order.iter().min().copied().unwrap_or(0);
+        let around = first..order.iter().max().map_or(first, |last| last + 1);
+        let width = around.len();
+        let part: Vec<Range<usize>> =
+            index.map(|at| at..at + 1).into_iter().chain([rows.clone(), around]).collect();
+        let held = of.elements(weights, &part)?;
         Ok(self.filled(|row| {
             let (held, row) = (&held, row - self.rows.start);
             move |at| {
                 let (row, column) = if turned { (at, row) } else { (row, at) };
-                held[row * width + column * step]
+                held[row * width + order[column] - first]
             }
         }))
     }

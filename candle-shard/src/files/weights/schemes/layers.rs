@@ -15,6 +15,7 @@ const OF_OTHERS: [&str; 9] = [
     ".input_global_scale",
     ".input_zero_point",
     ".activation_scale",
+    "_proj_activation_scale",
     ".output_scale",
     ".k_scale",
     ".v_scale",
@@ -31,7 +32,7 @@ impl Weights {
     ///
     /// | `quant_method` | formats |
     /// |---|---|
-    /// | `fp8`, `fbgemm_fp8` | F8_E4M3 with a scale for each tensor, row or block |
+    /// | `fp8`, `fbgemm_fp8` | F8_E4M3 with a scale for each tensor, row or block, also of stacked experts |
     /// | `compressed-tensors` | `float-quantized`, `naive-quantized`, `int-quantized`, `pack-quantized` with 4 or 8 bits, and `nvfp4-pack-quantized` |
     /// | `gptq` | 2, 4 or 8 bits, also with `desc_act`, of either `checkpoint_format` |
     /// | `awq` | 4 bits, version `gemm` |
@@ -52,7 +53,10 @@ impl Weights {
     pub fn dequantize(mut self, config: &Value) -> Result<Self> {
         let unread = |reason| Error::file(&self.source, format!("quantization_config {reason}"));
         match Method::parse(config).map_err(unread)? {
-            Method::Fp8 { block } => self.scaled(block)?,
+            Method::Fp8 { block } => {
+                self.scaled(block)?;
+                self.scaled_stacks(block)?;
+            }
             Method::Compressed { bits, group, block } => self.compressed(bits, group, block)?,
             Method::Gptq { bits, group, more } => self.gptq(bits, group, more)?,
             Method::Awq { group } => self.awq(group)?,
@@ -183,8 +187,56 @@ impl Weights {
                 self.give(
                     &module,
                     [rows, columns],
-                    Scheme::Scaled { codes, is_float, scales, block, factor: 1.0 },
+                    Scheme::Scaled { codes, is_float, scales, block, factor: 1.0, index: None },
                 )?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds stacks of matrices of 8 bits, with a scale for each, for each of their halves, or for each block of them.
+    fn scaled_stacks(&mut self, block: Option<[usize; 2]>) -> Result<()> {
+        for suffix in ["_scale_inv", "_scale"] {
+            for name in self.modules(suffix) {
+                let stacked = self.tensors.get(&name).filter(|codes| codes.dtype == "F8_E4M3").cloned();
+                let Some(codes) = stacked else { continue };
+                let &[count, rows, columns] = &codes.shape[..] else { continue };
+                let scales = self.need(&name, suffix)?;
+                let blocks = |[height, width]: [usize; 2]| [rows.div_ceil(height), columns.div_ceil(width)];
+                let block = match (block, &scales.shape[..]) {
+                    (_, [] | [1]) => [rows, columns],
+                    (_, &[n] | &[n, 1] | &[n, 1, 1]) if n == count => [rows, columns],
+                    (Some(block), &[n, of_rows, of_columns])
+                        if n == count && blocks(block) == [of_rows, of_columns] =>
+                    {
+                        block
+                    }
+                    // Gates and ups have scales of their own, however small they are.
+                    (_, &[n, 2, of_columns])
+                        if n == count
+                            && rows.is_multiple_of(2)
+                            && columns.div_ceil(block.map_or(columns, |block| block[1]).max(1))
+                                == of_columns =>
+                    {
+                        [rows / 2, block.map_or(columns, |block| block[1])]
+                    }
+                    _ => return Err(self.wrong(&name, &scales, &format!("as scales of {:?}", codes.shape))),
+                };
+                let block = block.map(|size| size.max(1));
+                let matrix = |index: usize| {
+                    let (codes, scales) = (codes.clone(), scales.clone());
+                    let index = Some(index);
+                    let scheme = Scheme::Scaled { codes, is_float: true, scales, block, factor: 1.0, index };
+                    SchemePiece::whole(scheme, [rows, columns]).at(index.unwrap_or(0))
+                };
+                let schemes = (0..count).map(matrix).collect();
+                let made = StoredTensor {
+                    shape: vec![count, rows, columns],
+                    dtype: "F32".into(),
+                    pieces: Vec::new(),
+                    schemes,
+                };
+                self.tensors.insert(name, made);
             }
         }
         Ok(())
@@ -356,7 +408,7 @@ impl Weights {
             self.give(
                 &module,
                 [rows, columns],
-                Scheme::Scaled { codes, is_float: false, scales, block, factor: 1.0 / 127.0 },
+                Scheme::Scaled { codes, is_float: false, scales, block, factor: 1.0 / 127.0, index: None },
             )?;
         }
         for kind in ["nf4", "fp4"] {
