@@ -14,6 +14,9 @@ step of AdamW, first without a bound on the norm of the gradient, then with a bo
 name in the file without "base_model.model.": its shape, the norm of its gradient, the product of the gradient with
 `llama_facts.weight` of "probe." and the name in the file, and 4 elements. Elements are evenly spaced, from the first to the
 last one of the flat tensor.
+
+lora_plus.json has for some of these adapters the loss after two steps with the optimizer of PEFT's `create_loraplus_optimizer`, whose
+learning rate of B is RATIO times that of A.
 """
 import json
 import sys
@@ -22,6 +25,7 @@ from pathlib import Path
 
 import peft
 import torch
+from peft.optimizers import create_loraplus_optimizer
 
 import llama_facts
 import lm_facts
@@ -31,6 +35,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "lm
 PREFIX = "base_model.model."
 SHARE = dict(r=4, lora_alpha=8, lora_dropout=0.0, task_type="CAUSAL_LM")
 ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
+RATIO = 4
 # The models whose linear layers are adapted. Those of DENSE have modules or rows that the others do not have.
 PLAIN_MODELS = [*lm_facts.CASES, *lm_facts.MIXTURES, "hunyuan", "ernie", "glm4", "ministral3", "cohere2", "nemotron"]
 
@@ -195,8 +200,39 @@ def fact(case, name, fields, options):
     )
 
 
+def after_plus(name, fields, options):
+    """Returns the loss of the batch after two steps of LoRA+."""
+    family, own = lm_facts.MODELS[name]
+    model = adapted(lm_facts.model_of(name, family, {**own, **fields})[2], options).train()
+    others = {name: value for name, value in ADAMW.items() if name not in ("lr", "weight_decay")}
+    optimizer = create_loraplus_optimizer(
+        model, torch.optim.AdamW, lr=ADAMW["lr"], loraplus_lr_ratio=RATIO, loraplus_weight_decay=ADAMW["weight_decay"], **others
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model, torch.tensor(BATCH))[0].backward()
+        optimizer.step()
+    with torch.no_grad():
+        return rounded(loss_of(model, torch.tensor(BATCH))[0].item())
+
+
+# Factors of tables have a rate of their own in PEFT. Biases and norms, which do not decay there, decay here.
+PLUS = [
+    *FAMILIES[:len(lm_facts.CASES)],
+    *[one for one in ON_LLAMA if one[0] in ("plain", "rslora", "dora", "patterns", "head", "saved head", "one layer")],
+]
+
+
+def plus(folder):
+    """Writes the facts on LoRA+."""
+    after = {case: after_plus(name, fields, options) for case, name, fields, options in PLUS}
+    path = folder / "lora_plus.json"
+    path.write_text(json.dumps(dict(peft=peft.__version__, ratio=RATIO, after=after), indent=1) + "\n")
+
+
 def main():
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    plus(folder)
     for file, cases in (("adapters.json", FAMILIES), ("adapter_variants.json", ON_LLAMA)):
         lines = ",\n".join("  " + json.dumps(fact(*case), separators=(",", ":")) for case in cases)
         head = json.dumps(dict(peft=peft.__version__, batch=BATCH, defaults=defaults()))

@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 python3 - <<'PY'
 import collections, pathlib, re, sys
 
-CRATES = ["candle-dist", "candle-dist-kernels", "candle-shard", "candle-pipe", "candle-lm", "candle-prove"]
+CRATES = ["candle-dist-base", "candle-dist", "candle-dist-kernels", "candle-shard", "candle-pipe", "candle-lm", "candle-prove"]
 MOST = 0.10
 
 # Names that several types may have, and why.

@@ -9,7 +9,7 @@ selected() {
 }
 all=$(selected --workspace)
 status=0
-for crate in candle-dist candle-dist-kernels candle-shard candle-pipe candle-prove candle-lm test-utils examples lm extension; do
+for crate in candle-dist-base candle-dist candle-dist-kernels candle-shard candle-pipe candle-prove candle-lm test-utils examples lm extension; do
   if unlike=$(selected -p "$crate" | grep -Fxv -f <(echo "$all")); then
     printf '%s selects features that the workspace does not select:\n%s\n' "$crate" "$unlike"
     status=1

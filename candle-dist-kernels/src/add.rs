@@ -1,7 +1,7 @@
 use candle_core::{
     CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, backend::BackendStorage, bail, op,
 };
-use candle_dist::edges;
+use candle_dist_base::edges;
 
 use super::linear::column_sums;
 

@@ -1,9 +1,10 @@
-use candle_core::{CpuStorage, CustomOp2, DType, Error, Layout, Result, Shape, Tensor};
-use candle_dist::{edges, empty};
+use candle_core::{Error, Result, Shape, Tensor};
+use candle_dist_base::{edges, empty};
 
+use super::float_op::{FloatNode, FloatOp};
 use super::function::{Function, logistic, weighted};
 use super::silu_gate::zip;
-use super::{TensorReader, check_dtype, compute_dtype, elements, real::Real};
+use super::{TensorReader, check_dtype, compute_dtype, real::Real};
 
 /// The gated activation of gpt-oss, `g · sigmoid(alpha · g) · (u + 1)`, where `g` is `x` and at most `limit`, and `u` is `gate` from
 /// `-limit` to `limit`. `alpha` is positive.
@@ -30,7 +31,7 @@ pub fn clamped_gate(x: &Tensor, gate: &Tensor, alpha: f64, limit: f64) -> Result
         return composed(x, gate, alpha, limit);
     }
     let [x_, gate] = [x, gate].map(|t| t.to_dtype(dtype)?.contiguous());
-    edges::apply2(&x_?, &gate?, ClampedGate { alpha, limit })?.to_dtype(x.dtype())
+    edges::apply2(&x_?, &gate?, FloatNode(ClampedGate { alpha, limit }))?.to_dtype(x.dtype())
 }
 
 fn composed(x: &Tensor, gate: &Tensor, alpha: f64, limit: f64) -> Result<Tensor> {
@@ -53,10 +54,12 @@ struct ClampedGate {
     limit: f64,
 }
 
-impl ClampedGate {
-    fn forward<T: Real>(&self, x: &[T], gate: &[T]) -> CpuStorage {
+impl FloatOp<2> for ClampedGate {
+    const NAME: &'static str = "clamped_gate";
+
+    fn forward<T: Real>(&self, [x, gate]: [&[T]; 2], shapes: [&Shape; 2]) -> Result<(Vec<T>, Shape)> {
         let [alpha, limit, low] = [self.alpha, self.limit, -self.limit].map(T::from_f64);
-        T::to_cpu_storage_owned(zip(
+        let out = zip(
             x,
             gate,
             x,
@@ -65,16 +68,12 @@ impl ClampedGate {
                 let (x, gate) = (at_most(x, limit), at_least(at_most(gate, limit), low));
                 weighted(x, logistic(alpha * x).0) * (gate + T::one())
             },
-        ))
+        );
+        Ok((out, shapes[0].clone()))
     }
 
     /// Returns the gradients of `x` and `gate`, each only if it is tracked.
-    fn backward<T: Real>(
-        &self,
-        x: &Tensor,
-        gate: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn backward<T: Real>(&self, [x, gate]: [&Tensor; 2], grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let [alpha, limit, low] = [self.alpha, self.limit, -self.limit].map(T::from_f64);
         let (for_x, for_gate) = (x.track_op(), gate.track_op());
         let [x, gate, grad] = [x, gate, grad].map(TensorReader::new);
@@ -112,7 +111,7 @@ impl ClampedGate {
                 },
             ))
         };
-        Ok((for_x.then(slope).transpose()?, for_gate.then(value).transpose()?))
+        Ok([for_x.then(slope).transpose()?, for_gate.then(value).transpose()?])
     }
 }
 
@@ -128,44 +127,10 @@ fn at_least<T: Real>(x: T, limit: T) -> T {
     if x < limit { limit } else { x }
 }
 
-impl CustomOp2 for ClampedGate {
-    fn name(&self) -> &'static str {
-        "clamped_gate"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_l: &Layout,
-        gate: &CpuStorage,
-        gate_l: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let out = match x {
-            CpuStorage::F64(_) => self.forward::<f64>(elements(x, x_l)?, elements(gate, gate_l)?),
-            _ => self.forward::<f32>(elements(x, x_l)?, elements(gate, gate_l)?),
-        };
-        Ok((out, x_l.shape().clone()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        gate: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let grad = grad.contiguous()?;
-        match x.dtype() {
-            DType::F64 => self.backward::<f64>(x, gate, &grad),
-            _ => self.backward::<f32>(x, gate, &grad),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{Device::Cpu, Var};
+    use candle_core::{DType, Device::Cpu, Var};
 
     #[test]
     fn values_and_gradients_on_both_sides_of_the_limits_equal_the_composed_form() -> Result<()> {

@@ -1,6 +1,6 @@
 //! Conversions between dtypes.
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candle_dist::empty;
+use candle_dist_base::empty;
 
 /// Returns whether candle converts tensors on a device from one dtype to the other.
 ///

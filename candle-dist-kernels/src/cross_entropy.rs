@@ -1,5 +1,5 @@
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Error, Layout, Result, Shape, Tensor, bail};
-use candle_dist::{ReduceOp, edges, empty};
+use candle_dist_base::{ReduceOp, edges, empty};
 
 use super::{
     TensorReader, compute_dtype, elements,

@@ -177,7 +177,7 @@ mod tests {
     fn check<const N: usize>(rule: &(impl UpdateRule<N> + Sync)) -> Result<()> {
         let lens = [0, 1, 511, 9000, 150_000];
         for (dtype, len) in itertools::iproduct!([DType::F32, DType::F64, DType::BF16, DType::F16], lens) {
-            let wide = candle_dist::sum_dtype(dtype);
+            let wide = candle_dist_base::sum_dtype(dtype);
             for (state_dtype, has_master) in [(wide, false), (dtype, false), (wide, true)] {
                 let make = || -> Result<(Var, Option<Var>, Vec<Var>)> {
                     let x = Var::from_tensor(&numbers(len, 0.3, dtype)?.contiguous()?)?;

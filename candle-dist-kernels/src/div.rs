@@ -1,5 +1,5 @@
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, MetalStorage, Result, Shape, Tensor};
-use candle_dist::backend::{Fresh, Ready};
+use candle_dist_base::{Fresh, Ready};
 
 /// The quotient of two tensors that broadcast, with gradients that are finite where they can be.
 ///

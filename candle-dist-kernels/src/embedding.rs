@@ -1,6 +1,6 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
-use candle_dist::{edges, empty};
+use candle_dist_base::{edges, empty};
 use std::sync::Arc;
 
 use super::element::{Element, with_element};

@@ -1,5 +1,5 @@
 use candle_core::{CpuStorage, CustomOp2, DType, Device, Layout, Result, Shape, Tensor, bail};
-use candle_dist::{edges, empty};
+use candle_dist_base::{edges, empty};
 use std::sync::Arc;
 
 use super::embedding::{check_ids, embedding, row};

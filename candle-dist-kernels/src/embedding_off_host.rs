@@ -3,8 +3,7 @@ use super::row_order::NOWHERE;
 use super::row_put::put_rows;
 use super::{device_rows, rows_off_host};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, MetalStorage, Result, Shape, Tensor};
-use candle_dist::backend::Ready;
-use candle_dist::empty;
+use candle_dist_base::{Ready, empty};
 use std::sync::Arc;
 
 /// Returns the rows of `table` at `ids`, and rows of `fill` for the id [`NOWHERE`]; the row `still` gets no gradient.

@@ -1,5 +1,5 @@
 use candle_core::{D, Result, Tensor, bail};
-use candle_dist::empty;
+use candle_dist_base::empty;
 
 use super::attention::{AttentionSizes, KeyBlock, Scale, Visible, attend, attend_off_host};
 use super::{check_dtype, compute_dtype};

@@ -1,5 +1,5 @@
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
-use candle_dist::{edges, empty};
+use candle_dist_base::{edges, empty};
 use itertools::Itertools;
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,8 +1,9 @@
-use candle_core::{CpuStorage, CustomOp3, D, DType, Device, Layout, Result, Shape, Tensor};
-use candle_dist::{edges, empty};
+use candle_core::{D, Device, Result, Shape, Tensor};
+use candle_dist_base::{edges, empty};
 
 use super::{
-    TensorReader, check_vector, compute_dtype, elements,
+    TensorReader, check_vector, compute_dtype,
+    float_op::{FloatNode, FloatOp},
     real::Real,
     rows::{add_assign, new_by_blocks, sum, sum_zip},
 };
@@ -32,7 +33,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
         return composed(x, weight, bias, eps);
     }
     let [x_, weight, bias] = [x, weight, bias].map(|t| t.to_dtype(dtype)?.contiguous());
-    edges::apply3(&x_?, &weight?, &bias?, LayerNormOp { eps })?.to_dtype(x.dtype())
+    edges::apply3(&x_?, &weight?, &bias?, FloatNode(LayerNormOp { eps }))?.to_dtype(x.dtype())
 }
 
 /// The same from candle's operations. candle-nn's `layer_norm_slow` rounds `eps` to f32, and rounds before the weight.
@@ -61,8 +62,12 @@ impl LayerNormOp {
         let variance = sum(row, |v| (v - mean) * (v - mean)) / len;
         (mean, T::one() / (variance + T::from_f64(self.eps)).sqrt())
     }
+}
 
-    fn forward<T: Real>(&self, x: &[T], weight: &[T], bias: &[T]) -> CpuStorage {
+impl FloatOp<3> for LayerNormOp {
+    const NAME: &'static str = "layer_norm";
+
+    fn forward<T: Real>(&self, [x, weight, bias]: [&[T]; 3], shapes: [&Shape; 3]) -> Result<(Vec<T>, Shape)> {
         let len = weight.len();
         let (out, _) = new_by_blocks(
             x.len(),
@@ -78,11 +83,10 @@ impl LayerNormOp {
                 }
             },
         );
-        T::to_cpu_storage_owned(out)
+        Ok((out, shapes[0].clone()))
     }
 
-    /// Returns the gradients of `x`, `weight` and `bias`.
-    fn backward<T: Real>(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Tensor; 3]> {
+    fn backward<T: Real>(&self, [x, weight, _]: [&Tensor; 3], grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let (x, weight, grad) = (TensorReader::new(x), TensorReader::new(weight), TensorReader::new(grad));
         let (xs, ws, gs) = (x.elements::<T>()?, weight.elements::<T>()?, grad.elements::<T>()?);
         let len = ws.len();
@@ -120,50 +124,10 @@ impl LayerNormOp {
         }
         let (dw, db) = sums.split_at(len);
         Ok([
-            x.like(dx)?,
-            Tensor::from_slice(dw, len, &Device::Cpu)?,
-            Tensor::from_slice(db, len, &Device::Cpu)?,
+            Some(x.like(dx)?),
+            Some(Tensor::from_slice(dw, len, &Device::Cpu)?),
+            Some(Tensor::from_slice(db, len, &Device::Cpu)?),
         ])
-    }
-}
-
-impl CustomOp3 for LayerNormOp {
-    fn name(&self) -> &'static str {
-        "layer_norm"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_l: &Layout,
-        weight: &CpuStorage,
-        weight_l: &Layout,
-        bias: &CpuStorage,
-        bias_l: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let out = match x {
-            CpuStorage::F64(_) => {
-                self.forward::<f64>(elements(x, x_l)?, elements(weight, weight_l)?, elements(bias, bias_l)?)
-            }
-            _ => self.forward::<f32>(elements(x, x_l)?, elements(weight, weight_l)?, elements(bias, bias_l)?),
-        };
-        Ok((out, x_l.shape().clone()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let grad = grad.contiguous()?;
-        let [dx, dw, db] = match x.dtype() {
-            DType::F64 => self.backward::<f64>(x, weight, &grad)?,
-            _ => self.backward::<f32>(x, weight, &grad)?,
-        };
-        Ok((Some(dx), Some(dw), Some(db)))
     }
 }
 
@@ -171,6 +135,7 @@ impl CustomOp3 for LayerNormOp {
 mod tests {
     use super::*;
     use crate::waves::waves;
+    use candle_core::DType;
 
     #[test]
     fn the_composed_form_equals_the_fused_one() -> Result<()> {

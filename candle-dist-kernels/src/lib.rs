@@ -37,6 +37,7 @@ mod embedding_bag;
 mod embedding_off_host;
 mod few_rows;
 mod flash_attn;
+mod float_op;
 mod function;
 mod grouped_linear;
 mod layer_norm;

@@ -8,7 +8,7 @@ use candle_core::{
     bail,
     op::BackpropOp,
 };
-use candle_dist::{edges, empty};
+use candle_dist_base::{edges, empty};
 
 use super::{
     DeferredGradient, TensorReader, WeightSink, check_vector, compute_dtype, cpu, elements,
@@ -448,7 +448,10 @@ mod tests {
                 }
                 for var in [&x, &b] {
                     let (got, want) = (got.get(var).unwrap(), want.get(var).unwrap());
-                    assert!(candle_dist::bits::same_bits(got, want).unwrap(), "{dtype:?} with {rows} rows");
+                    assert!(
+                        candle_dist_base::bits::same_bits(got, want).unwrap(),
+                        "{dtype:?} with {rows} rows"
+                    );
                 }
             }
         }

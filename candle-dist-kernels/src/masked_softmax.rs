@@ -1,5 +1,5 @@
 use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Result, Shape, Tensor, bail};
-use candle_dist::{edges, empty};
+use candle_dist_base::{edges, empty};
 
 use super::{
     TensorReader, check_dtype, compute_dtype, elements,

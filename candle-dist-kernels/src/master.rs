@@ -1,6 +1,6 @@
 //! 32-bit optimizer steps for 16-bit variables.
 use candle_core::{DType, Result, Tensor, Var, bail};
-use candle_dist::{empty, sum_dtype};
+use candle_dist_base::{empty, sum_dtype};
 
 /// Returns a 32-bit copy of a 16-bit variable; `None` for wider ones.
 pub fn master_of(var: &Var) -> Result<Option<Var>> {

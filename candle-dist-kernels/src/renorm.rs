@@ -4,7 +4,7 @@
 //! to reduce them, [`finish`] returns the norm of the whole row, and each rank calls [`scale_rows`] on its piece.
 
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
-use candle_dist::{ReduceOp, empty};
+use candle_dist_base::{ReduceOp, empty};
 use half::{bf16, f16};
 
 use super::element::{Element, change_memory, with_element};

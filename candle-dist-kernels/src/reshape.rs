@@ -1,6 +1,6 @@
 use candle_core::shape::ShapeWithOneHole;
 use candle_core::{Result, Tensor};
-use candle_dist::edges;
+use candle_dist_base::edges;
 
 /// The elements of `x`, in row-major order, in another shape of the same size.
 ///

@@ -1,8 +1,9 @@
-use candle_core::{CpuStorage, CustomOp2, D, DType, Device, Layout, Result, Shape, Tensor};
-use candle_dist::{edges, empty};
+use candle_core::{D, Device, Result, Shape, Tensor};
+use candle_dist_base::{edges, empty};
 
 use super::{
-    TensorReader, check_vector, compute_dtype, elements,
+    TensorReader, check_vector, compute_dtype,
+    float_op::{FloatNode, FloatOp},
     real::Real,
     rows::{add_assign, new_by_blocks, sum, sum_zip},
 };
@@ -28,7 +29,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
         return composed(x, weight, eps);
     }
     let [x_, weight] = [x, weight].map(|t| t.to_dtype(dtype)?.contiguous());
-    edges::apply2(&x_?, &weight?, RmsNormOp { eps })?.to_dtype(x.dtype())
+    edges::apply2(&x_?, &weight?, FloatNode(RmsNormOp { eps }))?.to_dtype(x.dtype())
 }
 
 /// The same from candle's operations. candle-nn's `rms_norm_slow` rounds `eps` to f32, and rounds before the weight.
@@ -53,8 +54,12 @@ impl RmsNormOp {
         let mean = sum(row, |v| v * v) / T::from_f64(row.len() as f64);
         T::one() / (mean + T::from_f64(self.eps)).sqrt()
     }
+}
 
-    fn forward<T: Real>(&self, x: &[T], weight: &[T]) -> CpuStorage {
+impl FloatOp<2> for RmsNormOp {
+    const NAME: &'static str = "rms_norm";
+
+    fn forward<T: Real>(&self, [x, weight]: [&[T]; 2], shapes: [&Shape; 2]) -> Result<(Vec<T>, Shape)> {
         let len = weight.len();
         let (out, _) = new_by_blocks(
             x.len(),
@@ -70,11 +75,10 @@ impl RmsNormOp {
                 }
             },
         );
-        T::to_cpu_storage_owned(out)
+        Ok((out, shapes[0].clone()))
     }
 
-    /// Returns the gradients of `x` and `weight`.
-    fn backward<T: Real>(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
+    fn backward<T: Real>(&self, [x, weight]: [&Tensor; 2], grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (x, weight, grad) = (TensorReader::new(x), TensorReader::new(weight), TensorReader::new(grad));
         let (xs, ws, gs) = (x.elements::<T>()?, weight.elements::<T>()?, grad.elements::<T>()?);
         let len = ws.len();
@@ -106,42 +110,7 @@ impl RmsNormOp {
         for part in parts {
             add_assign(&mut dw, &part);
         }
-        Ok([x.like(dx)?, Tensor::from_vec(dw, len, &Device::Cpu)?])
-    }
-}
-
-impl CustomOp2 for RmsNormOp {
-    fn name(&self) -> &'static str {
-        "rms_norm"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_l: &Layout,
-        weight: &CpuStorage,
-        weight_l: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let out = match x {
-            CpuStorage::F64(_) => self.forward::<f64>(elements(x, x_l)?, elements(weight, weight_l)?),
-            _ => self.forward::<f32>(elements(x, x_l)?, elements(weight, weight_l)?),
-        };
-        Ok((out, x_l.shape().clone()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let grad = grad.contiguous()?;
-        let [dx, dw] = match x.dtype() {
-            DType::F64 => self.backward::<f64>(x, weight, &grad)?,
-            _ => self.backward::<f32>(x, weight, &grad)?,
-        };
-        Ok((Some(dx), Some(dw)))
+        Ok([Some(x.like(dx)?), Some(Tensor::from_vec(dw, len, &Device::Cpu)?)])
     }
 }
 
@@ -149,6 +118,7 @@ impl CustomOp2 for RmsNormOp {
 mod tests {
     use super::*;
     use crate::waves::waves;
+    use candle_core::DType;
 
     #[test]
     fn the_composed_form_equals_the_fused_one() -> Result<()> {

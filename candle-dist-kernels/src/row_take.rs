@@ -1,5 +1,5 @@
 use candle_core::{Result, Tensor, WithDType};
-use candle_dist::backend::Fresh;
+use candle_dist_base::Fresh;
 
 use super::element::with_element;
 use super::prefetch::Prefetch;

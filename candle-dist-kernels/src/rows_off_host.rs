@@ -3,7 +3,7 @@ use super::row_order::{RowOrder, position};
 use super::rule::UpdateRule;
 use super::{compute_dtype, device_rows};
 use candle_core::{Result, Tensor, Var, bail};
-use candle_dist::empty;
+use candle_dist_base::empty;
 
 /// Returns the distinct rows in `rows`, ascending, and for each the sum of its rows in `values`, in the dtype of the values.
 ///
@@ -145,7 +145,8 @@ mod tests {
             itertools::iproduct!([DType::F64, DType::F32, DType::F16, DType::BF16], [0, 1, 5])
         {
             let make = || -> Result<(Var, Vec<Var>)> {
-                let state = |_| Var::from_tensor(&numbers(12, width, candle_dist::sum_dtype(dtype))?.abs()?);
+                let state =
+                    |_| Var::from_tensor(&numbers(12, width, candle_dist_base::sum_dtype(dtype))?.abs()?);
                 Ok((
                     Var::from_tensor(&numbers(12, width, dtype)?)?,
                     (0..N).map(state).collect::<Result<_>>()?,

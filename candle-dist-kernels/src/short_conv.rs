@@ -1,10 +1,12 @@
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp2, DType, Device, Layout, Result, Shape, Tensor, bail};
-use candle_dist::{edges, empty};
+use candle_core::{Device, Result, Shape, Tensor, bail};
+use candle_dist_base::{edges, empty};
 
 use super::{
-    TensorReader, check_dtype, compute_dtype, elements, parallel,
+    TensorReader, check_dtype, compute_dtype,
+    float_op::{FloatNode, FloatOp},
+    parallel,
     real::Real,
     rows::{add_assign, new_by_blocks, vectorised},
 };
@@ -44,7 +46,7 @@ pub fn short_conv(x: &Tensor, weight: &Tensor, history: Option<Arc<[u32]>>) -> R
     }
     let x_ = x.to_dtype(dtype)?.contiguous()?;
     let by_taps = weight.to_dtype(dtype)?.t()?.contiguous()?;
-    edges::apply2(&x_, &by_taps, ShortConvOp { tokens, history })?.to_dtype(x.dtype())
+    edges::apply2(&x_, &by_taps, FloatNode(ShortConvOp { tokens, history }))?.to_dtype(x.dtype())
 }
 
 /// The same from candle's operations.
@@ -73,6 +75,7 @@ pub(super) fn composed(x: &Tensor, weight: &Tensor, history: Option<&[u32]>) -> 
     }
 }
 
+/// The op on `[taps, channels]`, the transpose of the weight.
 struct ShortConvOp {
     tokens: usize,
     history: Option<Arc<[u32]>>,
@@ -90,8 +93,13 @@ impl ShortConvOp {
     fn first_tap(&self, token: usize, taps: usize) -> usize {
         self.history.as_ref().map_or(0, |history| taps.saturating_sub(history[token] as usize + 1))
     }
+}
 
-    fn forward<T: Real>(&self, x: &[T], weight: &[T], [batch, taps, channels]: [usize; 3]) -> CpuStorage {
+impl FloatOp<2> for ShortConvOp {
+    const NAME: &'static str = "short_conv";
+
+    fn forward<T: Real>(&self, [x, weight]: [&[T]; 2], shapes: [&Shape; 2]) -> Result<(Vec<T>, Shape)> {
+        let ((batch, _, channels), (taps, _)) = (shapes[0].dims3()?, shapes[1].dims2()?);
         let tokens = self.tokens;
         let (out, _) = new_by_blocks(
             batch * tokens * channels,
@@ -108,11 +116,10 @@ impl ShortConvOp {
                 }
             },
         );
-        T::to_cpu_storage_owned(out)
+        Ok((out, Shape::from((batch, tokens, channels))))
     }
 
-    /// Returns the gradients of the inputs and of the weight `[taps, channels]`.
-    fn backward<T: Real>(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
+    fn backward<T: Real>(&self, [x, weight]: [&Tensor; 2], grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (batch, inputs, channels) = x.dims3()?;
         let (taps, tokens) = (weight.dim(0)?, self.tokens);
         let (x, weight, grad) = (TensorReader::new(x), TensorReader::new(weight), TensorReader::new(grad));
@@ -155,7 +162,7 @@ impl ShortConvOp {
         });
         let mut dw = vec![T::zero(); taps * channels];
         sums.iter().for_each(|sum| add_assign(&mut dw, sum));
-        Ok([x.like(dx)?, Tensor::from_vec(dw, (taps, channels), &Device::Cpu)?])
+        Ok([Some(x.like(dx)?), Some(Tensor::from_vec(dw, (taps, channels), &Device::Cpu)?)])
     }
 }
 
@@ -167,47 +174,11 @@ fn add_product<T: Real>(sums: &mut [T], a: &[T], b: &[T]) {
     }
 }
 
-impl CustomOp2 for ShortConvOp {
-    fn name(&self) -> &'static str {
-        "short_conv"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_l: &Layout,
-        weight: &CpuStorage,
-        weight_l: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let ((batch, _, channels), (taps, _)) = (x_l.shape().dims3()?, weight_l.shape().dims2()?);
-        let sizes = [batch, taps, channels];
-        let out = match x {
-            CpuStorage::F64(_) => self.forward::<f64>(elements(x, x_l)?, elements(weight, weight_l)?, sizes),
-            _ => self.forward::<f32>(elements(x, x_l)?, elements(weight, weight_l)?, sizes),
-        };
-        Ok((out, Shape::from((batch, self.tokens, channels))))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let grad = grad.contiguous()?;
-        let [dx, dw] = match x.dtype() {
-            DType::F64 => self.backward::<f64>(x, weight, &grad)?,
-            _ => self.backward::<f32>(x, weight, &grad)?,
-        };
-        Ok((Some(dx), Some(dw)))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::waves::waves;
+    use candle_core::DType;
     use candle_core::Var;
 
     #[test]

@@ -1,8 +1,9 @@
-use candle_core::{CpuStorage, CustomOp2, DType, Error, Layout, Result, Shape, Tensor};
-use candle_dist::{edges, empty};
+use candle_core::{Error, Result, Shape, Tensor};
+use candle_dist_base::{edges, empty};
 
+use super::float_op::{FloatNode, FloatOp};
 use super::function::{Function, logistic, near, weighted};
-use super::{TensorReader, check_dtype, compute_dtype, elements, real::Real, rows::new_by_blocks};
+use super::{TensorReader, check_dtype, compute_dtype, real::Real, rows::new_by_blocks};
 
 /// The gated SiLU `x · sigmoid(x) · gate`, the activation of SwiGLU.
 ///
@@ -28,7 +29,7 @@ pub fn silu_gate(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
         return composed(x, gate);
     }
     let [x_, gate] = [x, gate].map(|t| t.to_dtype(dtype)?.contiguous());
-    edges::apply2(&x_?, &gate?, SiluGate)?.to_dtype(x.dtype())
+    edges::apply2(&x_?, &gate?, FloatNode(SiluGate))?.to_dtype(x.dtype())
 }
 
 pub(super) fn composed(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
@@ -57,76 +58,47 @@ pub(super) fn zip<T: Real>(a: &[T], b: &[T], c: &[T], f: impl Fn(T, T, T) -> T +
     out
 }
 
-fn forward<T: Real>(x: &[T], gate: &[T]) -> CpuStorage {
-    T::to_cpu_storage_owned(zip(
-        x,
-        gate,
-        x,
-        #[inline(always)]
-        |x, gate, _| weighted(x, logistic(x).0) * gate,
-    ))
-}
+impl FloatOp<2> for SiluGate {
+    const NAME: &'static str = "silu_gate";
 
-/// Returns the gradients of `x` and `gate`, each only if it is tracked.
-fn backward<T: Real>(x: &Tensor, gate: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-    let (for_x, for_gate) = (x.track_op(), gate.track_op());
-    let [x, gate, grad] = [x, gate, grad].map(TensorReader::new);
-    let (xs, ws, gs) = (x.elements::<T>()?, gate.elements::<T>()?, grad.elements::<T>()?);
-    let slope = || {
-        x.like(zip(
-            xs,
-            ws,
-            gs,
+    fn forward<T: Real>(&self, [x, gate]: [&[T]; 2], shapes: [&Shape; 2]) -> Result<(Vec<T>, Shape)> {
+        let out = zip(
+            x,
+            gate,
+            x,
             #[inline(always)]
-            |x, gate, grad| {
-                let (s, rest) = logistic(x);
-                // First the slope: the product of the other two may be infinite.
-                s * (T::one() + near(x) * rest) * grad * gate
-            },
-        ))
-    };
-    let value = || {
-        gate.like(zip(
-            xs,
-            gs,
-            gs,
-            #[inline(always)]
-            |x, grad, _| grad * weighted(x, logistic(x).0),
-        ))
-    };
-    Ok((for_x.then(slope).transpose()?, for_gate.then(value).transpose()?))
-}
-
-impl CustomOp2 for SiluGate {
-    fn name(&self) -> &'static str {
-        "silu_gate"
+            |x, gate, _| weighted(x, logistic(x).0) * gate,
+        );
+        Ok((out, shapes[0].clone()))
     }
 
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_l: &Layout,
-        gate: &CpuStorage,
-        gate_l: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let out = match x {
-            CpuStorage::F64(_) => forward::<f64>(elements(x, x_l)?, elements(gate, gate_l)?),
-            _ => forward::<f32>(elements(x, x_l)?, elements(gate, gate_l)?),
+    /// Returns the gradients of `x` and `gate`, each only if it is tracked.
+    fn backward<T: Real>(&self, [x, gate]: [&Tensor; 2], grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
+        let (for_x, for_gate) = (x.track_op(), gate.track_op());
+        let [x, gate, grad] = [x, gate, grad].map(TensorReader::new);
+        let (xs, ws, gs) = (x.elements::<T>()?, gate.elements::<T>()?, grad.elements::<T>()?);
+        let slope = || {
+            x.like(zip(
+                xs,
+                ws,
+                gs,
+                #[inline(always)]
+                |x, gate, grad| {
+                    let (s, rest) = logistic(x);
+                    // First the slope: the product of the other two may be infinite.
+                    s * (T::one() + near(x) * rest) * grad * gate
+                },
+            ))
         };
-        Ok((out, x_l.shape().clone()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        gate: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let grad = grad.contiguous()?;
-        match x.dtype() {
-            DType::F64 => backward::<f64>(x, gate, &grad),
-            _ => backward::<f32>(x, gate, &grad),
-        }
+        let value = || {
+            gate.like(zip(
+                xs,
+                gs,
+                gs,
+                #[inline(always)]
+                |x, grad, _| grad * weighted(x, logistic(x).0),
+            ))
+        };
+        Ok([for_x.then(slope).transpose()?, for_gate.then(value).transpose()?])
     }
 }

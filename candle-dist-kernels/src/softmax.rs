@@ -1,5 +1,5 @@
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
-use candle_dist::edges;
+use candle_dist_base::edges;
 
 use super::{
     TensorReader, compute_dtype, elements,

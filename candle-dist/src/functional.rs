@@ -35,7 +35,7 @@
 //! ```
 mod rows;
 
-use crate::backend::{Fresh, Ready};
+use crate::backend::{Fresh, Ready, Tensors};
 use crate::call::{Call, Collective, Cut, Dims, ReduceOp, line_of, total};
 use crate::{Error, ProcessGroup, Result, edges};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor};
@@ -284,7 +284,9 @@ impl Step {
         self.check(collective.as_ref(), x, group)?;
         if let Some(collective) = collective {
             let call = Call { site, ..Call::on(collective, x) };
-            return Ok(group.exchange(call, x)?.map_or_else(|| StepTensor::View(x.clone()), StepTensor::New));
+            let made = group.exchange(call, std::slice::from_ref(x), Tensors::new())?;
+            let made = made.and_then(|mut made| made.pop());
+            return Ok(made.map_or_else(|| StepTensor::View(x.clone()), StepTensor::New));
         }
         Ok(StepTensor::View(match self {
             // Not a product with zero, which would keep NaN and infinity.

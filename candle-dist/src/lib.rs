@@ -27,7 +27,7 @@
 //! | start ranks, and end them with one error | [`World`], [`RankContext`], [`WorldError`] |
 //! | join the processes that torchrun, mpirun or srun started | [`init`], [`init_process_group`] |
 //! | send and reduce tensors: collectives, coalesced, in place, into given memory, started ([`Pending`]); tagged messages | [`ProcessGroup`] |
-//! | send any serde value | [`ProcessGroup::broadcast_object`] and similar methods |
+//! | send any serde value | [`ProcessGroup::objects`] |
 //! | arrange ranks on named axes | [`DeviceMesh`] |
 //! | differentiate through communication | [`functional`] |
 //! | train one model on different data: buckets, averages, uneven batches | [`DataParallel`] |
@@ -68,14 +68,10 @@
 //! # Ok::<(), candle_dist::WorldError>(())
 //! ```
 pub mod backend;
-pub mod bits;
 mod call;
 pub mod comm;
 pub mod control;
 mod copies;
-#[doc(hidden)]
-pub mod edges;
-pub mod empty;
 mod error;
 mod freeable;
 pub mod functional;
@@ -92,7 +88,6 @@ pub mod row_changes;
 #[doc(hidden)]
 pub mod rows;
 mod store;
-mod sums;
 #[doc(hidden)]
 pub mod switch;
 #[cfg(feature = "testing")]
@@ -105,6 +100,9 @@ mod warning;
 mod world;
 
 pub use candle_core;
+#[doc(hidden)]
+pub use candle_dist_base::edges;
+pub use candle_dist_base::{bits, empty, sum_dtype};
 pub use candle_dist_derive::TensorTree;
 
 pub use call::{Collective, Cut, Op, ReduceOp};
@@ -115,10 +113,12 @@ pub use error::{Cause, Error, GroupFailure, RankReport, RankStatus, Result, prin
 pub use freeable::FreeableTensor;
 #[allow(deprecated)]
 pub use group::Message;
-pub use group::{CollectiveCall, MAX_OBJECT_BYTES, P2pOp, Pending, PendingTensors, ProcessGroup};
+pub use group::{
+    CollectiveCall, MAX_OBJECT_BYTES, Objects, P2pOp, Pending, PendingTensors, ProcessGroup,
+    ProcessGroupAliases,
+};
 pub use mesh::{Axis, DeviceMesh};
 pub use store::Store;
-pub use sums::sum_dtype;
 pub use train::{
     ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, GradMark, InitialSync, LocalSgd,
     LocalSgdOptions, PendingGrads, ShardedVar, SyncOptions, add_grad, named_vars, round_grads,
@@ -132,7 +132,7 @@ pub use world::{RankContext, World, WorldError, init_process_group, panic_messag
 
 /// What most programs import: `use candle_dist::prelude::*`.
 pub mod prelude {
-    pub use crate::{DeviceMesh, ProcessGroup, RankContext, ReduceOp, World};
+    pub use crate::{DeviceMesh, ProcessGroup, ProcessGroupAliases as _, RankContext, ReduceOp, World};
 }
 
 #[cfg(doctest)]

@@ -3,7 +3,7 @@ use serde::{Deserialize, Serialize};
 use std::sync::OnceLock;
 
 /// A variable that changes what a rank sends. A process that joins a world takes the settings of rank 0 there, whatever its own
-/// environment says: launchers do not pass all variables on. [`ProcessGroup::is_on`](crate::ProcessGroup::is_on) tells them.
+/// environment says: launchers do not pass all variables on. [`DeviceMesh::is_on`](crate::DeviceMesh::is_on) tells them.
 ///
 /// Settings are those of a world. Another world of the same process, such as one of threads, has its own.
 ///

@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use candle_dist::RankContext;
+use candle_shard::nn::RowAdapters;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
@@ -150,7 +151,13 @@ pub fn run(
         {
             let sampler = Sampler::of_place(batch.sampling, place);
             let carried = (place, TextWriter::new(prompt, *most, room, sampler));
-            scheduler.admit(NewText { prompt: prompt.clone(), salt: 0, wants_all: false, carried });
+            scheduler.admit(NewText {
+                prompt: prompt.clone(),
+                salt: 0,
+                adapters: RowAdapters::All,
+                wants_all: false,
+                carried,
+            });
         }
         // All ranks have the same logits, and decide alike.
         let plan = scheduler.plan();

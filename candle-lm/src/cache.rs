@@ -382,6 +382,7 @@ mod tests {
     use crate::step::{SlotPast, SlotTokens};
     use candle_core::{Device, Tensor};
     use candle_dist::World;
+    use candle_shard::nn::RowAdapters;
     use candle_shard::{DTensor, Replicate, Result};
 
     #[test]
@@ -409,7 +410,13 @@ mod tests {
                         Ok(cache)
                     };
                     let mut slots = (0..4).map(filled).collect::<Result<Vec<_>>>()?;
-                    let span = |(slot, past)| SlotTokens { slot, tokens: 1, past, rows: 1 };
+                    let span = |(slot, past)| SlotTokens {
+                        slot,
+                        tokens: 1,
+                        past,
+                        rows: 1,
+                        adapters: RowAdapters::All,
+                    };
                     let spans: Vec<SlotTokens> = past.into_iter().enumerate().map(span).collect();
                     begin(&mut slots, &spans)?;
                     for (cache, want) in slots.iter().zip(want) {

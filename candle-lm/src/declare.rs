@@ -28,7 +28,7 @@ use crate::model::{embedded, finished, losses};
 use crate::norm::Norm;
 use crate::projection::{Projection, TokenTable};
 use crate::rope::{Angles, PackedRows};
-use crate::step::{self, SlotTokens, wanted_rows};
+use crate::step::{self, SlotTokens, wanted_adapters, wanted_rows};
 
 /// The name of the table, which a tied output layer has in common with the input.
 const TABLE: &str = "model.embed_tokens.weight";
@@ -64,7 +64,10 @@ pub fn writer(
     });
     // Only what follows the wanted tokens of each text is computed.
     let h = model.norm(h, Some(spans), wanted_rows);
-    let [logits] = model.head(h, &[], |head, h, _| Ok([head(h)?.squeeze(0)?]));
+    let [logits] = model.head(h, &[spans], |head, h, others| {
+        let spans = step::unpack(Some(others[0].to_local()))?;
+        Ok([wanted_adapters(&spans).run(|| head(h))?.squeeze(0)?])
+    });
     model.g.output("logits", logits);
     cut.finish(model.g, config)
 }

@@ -5,11 +5,11 @@ use candle_shard::nn::{Init, MeshVarBuilder, Width};
 use candle_shard::random::Distribution;
 use candle_shard::{DTensor, Documents, Placements, Replicate, Result, Shard};
 
-use crate::cache::{self, LayerTokens, TextState};
+use crate::cache::LayerTokens;
 use crate::config::Config;
 use crate::config::mixers::DeltaHeads;
 use crate::projection::{Projection, granule};
-use crate::short_conv::CausalConv;
+use crate::short_conv::{CausalConv, StreamConvs};
 
 /// What keeps norms of queries and keys from dividing by zero, as a sum over a head.
 const EPS: f64 = 1e-6;
@@ -20,7 +20,7 @@ pub(crate) struct DeltaNet {
     heads: DeltaHeads,
     inputs: DeltaInputs,
     /// Of queries, keys and values.
-    convs: [CausalConv; 3],
+    convs: StreamConvs,
     /// The logarithms of how fast value heads forget.
     a_log: DTensor,
     dt_bias: DTensor,
@@ -90,7 +90,7 @@ impl DeltaNet {
         Ok(Self {
             heads,
             inputs,
-            convs: [conv("q", heads.key_dim)?, conv("k", heads.key_dim)?, conv("v", all)?],
+            convs: StreamConvs([conv("q", heads.key_dim)?, conv("k", heads.key_dim)?, conv("v", all)?]),
             a_log: of_value_heads("A_log", forgets)?,
             dt_bias: of_value_heads("dt_bias", Init::Const(1.0))?,
             norm: vb.pp("norm").get(heads.value_dim, "weight", Init::Const(1.0), Replicate, false)?,
@@ -110,25 +110,12 @@ impl DeltaNet {
     ) -> Result<DTensor> {
         let DeltaStreams { channels: [q, k, v], z, gates: [b, a] } = self.inputs.forward(x, self.heads)?;
         let (beta, g) = (b.sigmoid()?.to_dtype(DType::F32)?, self.log_decay(&a)?);
-        let mixed = match turns {
-            None => {
-                let conv = |at: usize, x: &DTensor| self.convs[at].forward(x, documents);
-                let made = [conv(0, &q)?, conv(1, &k)?, conv(2, &v)?];
-                self.mixed(made, [&beta, &g], None, documents)?.0
-            }
-            Some(turns) => {
-                let texts = cache::states(turns)?;
-                cache::of_each_text([&q, &k, &v, &beta, &g], texts, |[q, k, v, beta, g], text| {
-                    let TextState { slots: [of_q, of_k, of_v, matrix], .. } = text;
-                    let conv =
-                        |at: usize, x: &DTensor, state: &mut Option<DTensor>| self.convs[at].next(x, state);
-                    let made = [conv(0, q, of_q)?, conv(1, k, of_k)?, conv(2, v, of_v)?];
-                    let (mixed, last) = self.mixed(made, [beta, g], matrix.as_ref(), None)?;
-                    *matrix = Some(last);
-                    Ok(mixed)
-                })?
-            }
-        };
+        let mixed = self.convs.forward(
+            [&q, &k, &v, &beta, &g],
+            documents,
+            turns,
+            |made, rest, state, documents| self.mixed(made, [rest[0], rest[1]], state, documents),
+        )?;
         // [batch, tokens, heads, values, width]
         let width = self.heads.value_dim;
         let normed = mixed.to_dtype(x.dtype())?.split_units(3, width)?.rms_norm(&self.norm, self.eps)?;

@@ -5,13 +5,13 @@ use candle_shard::nn::{Init, MeshVarBuilder, Width};
 use candle_shard::random::Distribution;
 use candle_shard::{DTensor, Documents, Replicate, Result, Shard};
 
-use crate::cache::{self, LayerTokens, TextState};
+use crate::cache::LayerTokens;
 use crate::config::Config;
 use crate::config::mamba::MambaHeads;
 use crate::delta_net::softplus;
 use crate::norm::over_dims;
 use crate::projection::{Projection, granule};
-use crate::short_conv::CausalConv;
+use crate::short_conv::{CausalConv, StreamConvs};
 
 /// Heads that are cut by their groups, or by themselves where there is one group.
 #[derive(Debug)]
@@ -20,7 +20,7 @@ pub(crate) struct Mamba {
     /// Of states: gates of the output, inputs of heads, what writes and reads the states of groups, and steps.
     inputs: [Projection; 5],
     /// Of inputs, and of what writes and reads.
-    convs: [CausalConv; 3],
+    convs: StreamConvs,
     /// The logarithms of how fast heads forget, or these rates, which are negative.
     a_log: DTensor,
     has_rates: bool,
@@ -64,7 +64,11 @@ impl Mamba {
                 input("c", groups)?,
                 input("dt", by_heads(1))?,
             ],
-            convs: [conv("x", inner, Shard(0))?, conv("b", groups, cut)?, conv("c", groups, cut)?],
+            convs: StreamConvs([
+                conv("x", inner, Shard(0))?,
+                conv("b", groups, cut)?,
+                conv("c", groups, cut)?,
+            ]),
             a_log: vector(vb, "A_log", 1, forgets)?,
             has_rates: config.parts.has_rates,
             dt_bias: vector(vb, "dt_bias", 1, Init::Const(1.0))?,
@@ -86,24 +90,12 @@ impl Mamba {
         let [z, inputs] = of_z.forward_both(of_x, x)?;
         let [b, c] = of_b.forward_both(of_c, x)?;
         let dt = of_dt.forward(x)?;
-        let mixed = match turns {
-            None => {
-                let conv = |at: usize, x: &DTensor| self.convs[at].forward(x, documents);
-                self.mixed([conv(0, &inputs)?, conv(1, &b)?, conv(2, &c)?], &dt, None, documents)?.0
-            }
-            Some(turns) => {
-                let texts = cache::states(turns)?;
-                cache::of_each_text([&inputs, &b, &c, &dt], texts, |[x, b, c, dt], text| {
-                    let TextState { slots: [of_x, of_b, of_c, matrix], .. } = text;
-                    let conv =
-                        |at: usize, x: &DTensor, state: &mut Option<DTensor>| self.convs[at].next(x, state);
-                    let made = [conv(0, x, of_x)?, conv(1, b, of_b)?, conv(2, c, of_c)?];
-                    let (mixed, last) = self.mixed(made, dt, matrix.as_ref(), None)?;
-                    *matrix = Some(last);
-                    Ok(mixed)
-                })?
-            }
-        };
+        let mixed = self.convs.forward(
+            [&inputs, &b, &c, &dt],
+            documents,
+            turns,
+            |made, rest, state, documents| self.mixed(made, rest[0], state, documents),
+        )?;
         let gated = self.by_heads(&z, 2)?.to_dtype(DType::F32)?.silu_gate(&mixed)?;
         let normed = over_dims(&gated, &[3, 4], self.eps)?;
         let normed = normed.mul(&self.by_heads(&self.norm, 0)?.to_dtype(DType::F32)?)?.to_dtype(x.dtype())?;

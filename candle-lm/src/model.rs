@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use candle_dist::DeviceMesh;
-use candle_shard::nn::MeshVarBuilder;
+use candle_shard::nn::{MeshVarBuilder, RowAdapters};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{
     CrossEntropy, DTensor, Error, Placement, Placements, Reduction, Replicate, Result, Shard,
@@ -17,7 +17,7 @@ use crate::layer::DecoderLayer;
 use crate::norm::Norm;
 use crate::projection::{Projection, TokenTable};
 use crate::rope::Angles;
-use crate::step::{DecodeStep, SlotPast, SlotTokens, wanted_rows};
+use crate::step::{DecodeStep, SlotPast, SlotTokens, wanted_adapters, wanted_rows};
 
 /// A decoder of any family.
 #[derive(Debug)]
@@ -187,8 +187,9 @@ impl Decoder {
     /// If a slot has no room for the tokens, or a text has none.
     pub fn step(&self, step: &DecodeStep, slots: &mut [Cache]) -> Result<Tensor> {
         let tokens = self.everywhere(&step.tokens(self.device())?)?;
-        let h = self.hidden(&tokens, Some((slots, step.spans())))?;
-        Ok(self.logits(&wanted_rows(&h, step.spans())?)?.squeeze(0)?)
+        let h = step.adapters().run(|| self.hidden(&tokens, Some((slots, step.spans()))))?;
+        let h = wanted_rows(&h, step.spans())?;
+        Ok(wanted_adapters(step.spans()).run(|| self.logits(&h))?.squeeze(0)?)
     }
 
     /// The sum of the losses of `targets` `[1, last]`, which follow the last of `tokens` `[1, tokens]`.
@@ -225,7 +226,13 @@ impl Decoder {
     /// The hidden states of tokens behind those in a cache.
     fn after(&self, tokens: &Tensor, cache: &mut Cache) -> Result<DTensor> {
         let count = tokens.dims().get(1).copied().unwrap_or(0);
-        let span = SlotTokens { slot: 0, tokens: count, past: SlotPast::All, rows: count };
+        let span = SlotTokens {
+            slot: 0,
+            tokens: count,
+            past: SlotPast::All,
+            rows: count,
+            adapters: RowAdapters::All,
+        };
         self.hidden(&self.everywhere(tokens)?, Some((std::slice::from_mut(cache), &[span])))
     }
 

@@ -1,5 +1,7 @@
 //! Which texts have slots of the cache, and what the next pass computes.
 
+use candle_shard::nn::RowAdapters;
+
 use crate::cache::Cache;
 use crate::config::Config;
 use crate::step::{DecodeStep, SlotPast};
@@ -32,6 +34,7 @@ struct CacheSlot<T> {
     /// The longest text by whose length their positions were turned.
     length: usize,
     salt: u64,
+    adapters: RowAdapters,
     /// When its last text ended.
     last_used: u64,
     text: Option<SlotText<T>>,
@@ -44,6 +47,7 @@ struct SlotText<T> {
     tokens: Vec<u32>,
     prompt: usize,
     salt: u64,
+    adapters: RowAdapters,
     wants_all: bool,
     /// The tokens of the prompt that were not computed; `None` until the first of the others are.
     reused: Option<usize>,
@@ -58,6 +62,8 @@ pub(crate) struct NewText<T> {
     pub(crate) prompt: Vec<u32>,
     /// Texts of unlike salts share nothing.
     pub(crate) salt: u64,
+    /// Nor do those of unlike adapters, whose keys and values differ.
+    pub(crate) adapters: RowAdapters,
     /// Whether the logits of all of the prompt's tokens are wanted.
     pub(crate) wants_all: bool,
     pub(crate) carried: T,
@@ -89,7 +95,14 @@ impl<T> Scheduler<T> {
     /// Free slots for texts of up to `room` tokens of a model, of which up to `chunk` tokens of prompts are
     /// computed in a pass.
     pub(crate) fn new(config: &Config, slots: usize, room: usize, chunk: usize) -> Self {
-        let empty = |_| CacheSlot { cached: Vec::new(), length: 0, salt: 0, last_used: 0, text: None };
+        let empty = |_| CacheSlot {
+            cached: Vec::new(),
+            length: 0,
+            salt: 0,
+            adapters: RowAdapters::All,
+            last_used: 0,
+            text: None,
+        };
         Self {
             slots: (0..slots).map(empty).collect(),
             config: config.clone(),
@@ -123,11 +136,12 @@ impl<T> Scheduler<T> {
 
     /// Gives a text a free slot; hands it back if there is none.
     pub(crate) fn admit(&mut self, new: NewText<T>) -> Option<NewText<T>> {
-        let NewText { prompt, salt, wants_all, carried } = new;
+        let NewText { prompt, salt, adapters, wants_all, carried } = new;
         let mut text = SlotText {
             prompt: prompt.len(),
             tokens: prompt,
             salt,
+            adapters,
             wants_all,
             reused: None,
             admitted: self.turn,
@@ -144,8 +158,8 @@ impl<T> Scheduler<T> {
         let best = all().filter_map(shared).max_by_key(|&(common, at)| (common, usize::MAX - at));
         let oldest = || all().min_by_key(|(_, slot)| (!slot.cached.is_empty(), slot.last_used));
         let Some(at) = best.map(|(_, at)| at).or_else(|| oldest().map(|(at, _)| at)) else {
-            let SlotText { tokens: prompt, salt, wants_all, carried, .. } = text;
-            return Some(NewText { prompt, salt, wants_all, carried });
+            let SlotText { tokens: prompt, salt, adapters, wants_all, carried, .. } = text;
+            return Some(NewText { prompt, salt, adapters, wants_all, carried });
         };
         text.tokens.shrink_to_fit();
         self.turn += 1;
@@ -181,7 +195,8 @@ impl<T> Scheduler<T> {
         let (length, most) = (text.tokens.len(), text.tokens.len().saturating_sub(1));
         let [shorter, longer] = [length.min(slot.length), length.max(slot.length)];
         let turns = self.config.turns_by_length(longer) || self.config.turns_anew(shorter, longer);
-        if slot.salt != text.salt || text.wants_all || turns {
+        let is_alike = (slot.salt, slot.adapters) == (text.salt, text.adapters);
+        if !is_alike || text.wants_all || turns {
             return 0;
         }
         let both = slot.cached.iter().take(kept).zip(text.tokens.iter().take(most));
@@ -265,7 +280,7 @@ impl<T> Scheduler<T> {
             text.reused = Some(common);
             slot.cached.clear();
             slot.cached.extend(&text.tokens[..common]);
-            (slot.length, slot.salt) = (length, text.salt);
+            (slot.length, slot.salt, slot.adapters) = (length, text.salt, text.adapters);
         }
         match common {
             0 => SlotPast::Nothing,
@@ -286,7 +301,7 @@ impl<T> Scheduler<T> {
                 true => count,
                 false => usize::from(is_next),
             };
-            plan.step.push_behind(at, past, new, rows);
+            plan.step.push_behind(at, past, new, rows, text.adapters);
             if rows > 0 {
                 plan.rows.push(PassRows { slot: at, first, rows, is_next });
             }
@@ -300,281 +315,4 @@ impl<T> Scheduler<T> {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
-mod tests {
-    use super::{NewText, PassPlan, Scheduler};
-    use crate::config::{Config, RopeScaling};
-    use crate::random_model;
-    use crate::step::SlotPast;
-    use rand_chacha::ChaCha8Rng;
-    use rand_chacha::rand_core::{RngCore, SeedableRng};
-
-    const ROOM: usize = 64;
-
-    /// Slots that have tokens alone, with what they were turned by.
-    struct Memory(Vec<Vec<(u32, bool)>>, usize);
-
-    impl Memory {
-        /// Does what ranks do in a pass; `is_turned` says how positions of a text are.
-        fn run(&mut self, plan: &PassPlan, tokens: &dyn Fn(usize) -> (Vec<u32>, bool)) {
-            let before = self.0.clone();
-            let mut at = 0;
-            let words = plan.step.words();
-            let all = &words[words.len() - plan.step.len()..];
-            for span in plan.step.spans() {
-                let (text, is_turned) = tokens(span.slot);
-                let memory = &mut self.0[span.slot];
-                match span.past {
-                    SlotPast::All => assert!(!memory.is_empty()),
-                    SlotPast::Nothing => memory.clear(),
-                    SlotPast::Prefix { slot, tokens } => *memory = before[slot][..tokens].to_vec(),
-                }
-                // What positions are turned by is known by the length of a text, and not of each token.
-                assert!(!is_turned || !(1..=self.1).contains(&memory.len()));
-                memory.extend(all[at..at + span.tokens].iter().map(|&token| (token, is_turned)));
-                at += span.tokens;
-                assert!(memory.len() <= ROOM);
-                let want: Vec<_> = text[..memory.len()].iter().map(|&token| (token, is_turned)).collect();
-                assert_eq!(*memory, want, "a slot has the tokens of its text, turned by its length");
-            }
-        }
-    }
-
-    struct Texts {
-        scheduler: Scheduler<usize>,
-        memory: Memory,
-        /// The tokens of each text that was admitted, its salt, and how long it becomes.
-        texts: Vec<(Vec<u32>, u64, usize)>,
-        of_slot: Vec<Option<usize>>,
-        learned: usize,
-        reused: usize,
-    }
-
-    impl Texts {
-        fn new(config: &Config, slots: usize, chunk: usize, learned: usize) -> Self {
-            Self {
-                scheduler: Scheduler::new(config, slots, ROOM, chunk),
-                memory: Memory(vec![Vec::new(); slots], learned),
-                texts: Vec::new(),
-                of_slot: vec![None; slots],
-                learned,
-                reused: 0,
-            }
-        }
-
-        fn admit(&mut self, prompt: Vec<u32>, salt: u64, length: usize) {
-            let number = self.texts.len();
-            self.texts.push((prompt.clone(), salt, length));
-            let refused = self.scheduler.admit(NewText { prompt, salt, wants_all: false, carried: number });
-            assert!(refused.is_none());
-            let (at, _) = self.scheduler.texts().find(|(_, text)| **text == number).unwrap();
-            self.of_slot[at] = Some(number);
-        }
-
-        fn pass(&mut self, next: &mut dyn FnMut() -> u32) -> PassPlan {
-            let plan = self.scheduler.plan();
-            let (texts, of_slot, learned) = (&self.texts, &self.of_slot, self.learned);
-            self.memory.run(&plan, &|slot| {
-                let tokens = texts[of_slot[slot].unwrap()].0.clone();
-                let is_turned = tokens.len() > learned;
-                (tokens, is_turned)
-            });
-            for rows in plan.rows.clone() {
-                assert!(rows.is_next);
-                let number = self.of_slot[rows.slot].unwrap();
-                let (text, _, length) = &mut self.texts[number];
-                if text.len() == *length {
-                    self.reused += self.scheduler.text(rows.slot).unwrap().1;
-                    assert_eq!(self.scheduler.end(rows.slot, true), Some(number));
-                    self.of_slot[rows.slot] = None;
-                } else {
-                    let token = next();
-                    text.push(token);
-                    self.scheduler.write(rows.slot, token);
-                }
-            }
-            plan
-        }
-    }
-
-    fn longrope(learned: usize) -> Config {
-        let scaling = RopeScaling::Longrope {
-            original_max_position_embeddings: learned,
-            short_factor: vec![1.0; 16],
-            long_factor: vec![2.0; 16],
-            attention_factor: 1.0,
-        };
-        Config { rope_scaling: Some(scaling), ..random_model::config() }
-    }
-
-    #[test]
-    fn random_texts_get_what_they_would_compute_alone() {
-        let (mut passes, mut texts, mut reused) = (0, 0, 0);
-        for seed in 0..400 {
-            let mut rng = ChaCha8Rng::seed_from_u64(seed);
-            let mut below = move |most: u32| (rng.next_u32() % most) as usize;
-            let (slots, chunk) = (1 + below(5), 1 + below(12));
-            let learned = if seed % 3 == 0 { 24 } else { usize::MAX };
-            let config = if learned == 24 { longrope(24) } else { random_model::config() };
-            let mut all = Texts::new(&config, slots, chunk, learned);
-            let mut next = ChaCha8Rng::seed_from_u64(!seed);
-            let mut next = || next.next_u32() % 2;
-            let mut came = 0;
-            while came < 30 || all.scheduler.texts().count() > 0 {
-                while came < 30 && all.scheduler.has_room() && below(3) > 0 {
-                    // Prompts that often begin alike, or go on from what was written.
-                    let from = below(1 + all.texts.len() as u32);
-                    let mut prompt = all.texts.get(from).map_or(Vec::new(), |(text, ..)| text.clone());
-                    prompt.truncate(below(48));
-                    (0..=below(12)).for_each(|_| prompt.push(below(2) as u32));
-                    prompt.truncate(60);
-                    let (length, salt) = (prompt.len() + below(ROOM as u32 - 60), below(2) as u64);
-                    all.admit(prompt, salt, length);
-                    came += 1;
-                }
-                let leaves = all.scheduler.texts().nth(below(5)).map(|(slot, _)| slot);
-                if let Some(slot) = leaves.filter(|_| below(9) == 0) {
-                    all.scheduler.end(slot, below(2) == 0);
-                    all.of_slot[slot] = None;
-                    if below(2) == 0 {
-                        continue;
-                    }
-                }
-                let running = all.scheduler.texts().count();
-                let decoding = all
-                    .scheduler
-                    .slots
-                    .iter()
-                    .filter(|slot| {
-                        slot.text.as_ref().is_some_and(|text| {
-                            text.reused.is_some()
-                                && slot.cached.len() >= text.prompt
-                                && !(slot.cached.len() <= learned && text.tokens.len() > learned)
-                        })
-                    })
-                    .count();
-                let plan = all.pass(&mut next);
-                passes += 1;
-                // Each text that decodes has its token in each pass, and prompts no more than a chunk.
-                assert!(plan.rows.iter().filter(|rows| rows.is_next).count() >= decoding);
-                assert!(plan.step.len() <= decoding + chunk || learned == 24, "{}", plan.step.len());
-                assert!(running == 0 || !plan.step.is_empty());
-                for slot in &all.scheduler.slots {
-                    assert!(slot.cached.len() <= ROOM);
-                }
-            }
-            assert!(all.scheduler.plan().step.is_empty());
-            texts += came;
-            reused += all.reused;
-        }
-        assert!(reused > texts, "{reused} tokens reused in {texts} texts and {passes} passes");
-    }
-
-    #[test]
-    fn prompts_are_read_in_the_order_in_which_they_came() {
-        let mut all = Texts::new(&random_model::config(), 3, 4, usize::MAX);
-        for first in 1..=3 {
-            all.admit(vec![first; 10], 0, 20);
-        }
-        let mut told = Vec::new();
-        for _ in 0..8 {
-            let plan = all.pass(&mut || 9);
-            told.push(plan.step.spans().iter().map(|span| (span.slot, span.tokens)).collect::<Vec<_>>());
-        }
-        let want: [&[(usize, usize)]; 8] = [
-            &[(0, 4)],
-            &[(0, 4)],
-            &[(0, 2), (1, 2)],
-            &[(0, 1), (1, 4)],
-            &[(0, 1), (1, 4)],
-            &[(0, 1), (1, 1), (2, 4)],
-            &[(0, 1), (1, 1), (2, 4)],
-            &[(0, 1), (1, 1), (2, 2)],
-        ];
-        assert_eq!(told, want);
-    }
-
-    #[test]
-    fn few_tokens_of_prompts_are_scored_in_a_pass() {
-        for (config, first, most) in [(random_model::config(), 32, 32), (longrope(40), 41, 50)] {
-            let mut scheduler = Scheduler::new(&config, 3, ROOM, 100);
-            for (at, wants_all) in [true, true, false].into_iter().enumerate() {
-                let prompt = vec![at as u32; 50];
-                scheduler.admit(NewText { prompt, salt: 0, wants_all, carried: at });
-            }
-            let mut pass = || {
-                let plan = scheduler.plan();
-                for rows in plan.rows.iter().filter(|rows| rows.is_next) {
-                    scheduler.end(rows.slot, true);
-                }
-                let spans = plan.step.spans().iter();
-                (spans.map(|span| (span.slot, span.tokens, span.rows)).collect::<Vec<_>>(), plan.step.rows())
-            };
-            // One that is not scored waits for none that is.
-            assert_eq!(pass(), (vec![(0, first, first), (2, 50, 1)], first + 1));
-            let mut read = [first, 0];
-            while read != [50, 50] {
-                let (spans, rows) = pass();
-                assert!(rows <= most && !spans.is_empty(), "{spans:?}");
-                spans.iter().for_each(|&(slot, tokens, _)| read[slot] += tokens);
-            }
-        }
-    }
-
-    #[test]
-    fn texts_begin_with_what_slots_have_of_them() {
-        let mut all = Texts::new(&random_model::config(), 3, 100, usize::MAX);
-        let system: Vec<u32> = (0..20).collect();
-        let with = |end: &[u32]| [&system[..], end].concat();
-        let past = |all: &mut Texts| {
-            let plan = all.pass(&mut || 50);
-            plan.step.spans().iter().map(|span| (span.slot, span.past, span.tokens)).collect::<Vec<_>>()
-        };
-        let of = |slot, tokens| SlotPast::Prefix { slot, tokens };
-        all.admit(with(&[30, 31]), 0, 24);
-        assert_eq!(past(&mut all), [(0, SlotPast::Nothing, 22)]);
-        // From a text that runs, and not the whole prompt even if all of it is there.
-        all.admit(with(&[30]), 0, 21);
-        assert_eq!(past(&mut all), [(0, SlotPast::All, 1), (1, of(0, 20), 1)]);
-        // Of another salt.
-        all.admit(with(&[30]), 1, 21);
-        assert_eq!(past(&mut all), [(0, SlotPast::All, 1), (2, SlotPast::Nothing, 21)]);
-        // All have ended. The turn of a conversation takes the slot of the one before.
-        all.admit(with(&[30, 31, 50, 50, 60, 61]), 0, 26);
-        assert_eq!(past(&mut all), [(0, of(0, 24), 2)]);
-        // A text with little of what a slot has leaves it alone.
-        all.admit(vec![0, 1, 2, 70], 0, 4);
-        assert_eq!(past(&mut all), [(1, of(1, 3), 1)]);
-        assert_eq!(all.scheduler.slots.iter().map(|slot| slot.cached.len()).collect::<Vec<_>>(), [26, 4, 21]);
-    }
-
-    #[test]
-    fn windows_and_states_are_continued_whole_or_not_at_all() {
-        let mut config = random_model::config();
-        config.parts.windows = vec![Some(8); config.num_hidden_layers];
-        let mut all = Texts::new(&config, 2, 100, usize::MAX);
-        let past = |all: &mut Texts| all.pass(&mut || 50).step.spans()[0].past;
-        all.admit((0..20).collect(), 0, 20);
-        assert_eq!(past(&mut all), SlotPast::Nothing);
-        all.admit((0..21).collect(), 0, 21);
-        assert_eq!(past(&mut all), SlotPast::Prefix { slot: 0, tokens: 20 });
-        for prompt in [(0..21).collect(), (0..20).chain([99; 9]).collect::<Vec<u32>>()] {
-            let length = prompt.len();
-            all.admit(prompt, 0, length);
-            assert_eq!(past(&mut all), SlotPast::Nothing);
-        }
-    }
-
-    #[test]
-    fn what_a_failed_text_leaves_is_not_used() {
-        let mut all = Texts::new(&random_model::config(), 1, 100, usize::MAX);
-        for (is_sound, want) in [(false, SlotPast::Nothing), (true, SlotPast::Prefix { slot: 0, tokens: 4 })]
-        {
-            all.admit(vec![1; 5], 0, 9);
-            all.pass(&mut || 1);
-            all.scheduler.end(0, is_sound);
-            all.admit(vec![1; 5], 0, 9);
-            assert_eq!(all.pass(&mut || 1).step.spans()[0].past, want);
-            all.scheduler.end(0, false);
-        }
-    }
-}
+mod tests;

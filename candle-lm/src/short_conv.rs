@@ -4,7 +4,7 @@ use candle_shard::nn::{Init, MeshVarBuilder, Width};
 use candle_shard::random::Distribution;
 use candle_shard::{DTensor, Documents, Placement, Result, Shard};
 
-use crate::cache::{self, LayerTokens};
+use crate::cache::{self, LayerTokens, TextState};
 use crate::config::Config;
 use crate::projection::{Projection, granule, in_blocks};
 
@@ -49,6 +49,40 @@ impl ShortConv {
             })?,
         };
         self.out.forward(&c.mul(&mixed)?)
+    }
+}
+
+/// The convolutions of three streams, before a scan that keeps a matrix.
+#[derive(Debug)]
+pub(crate) struct StreamConvs(pub(crate) [CausalConv; 3]);
+
+impl StreamConvs {
+    /// What `scan` makes of the first three inputs, convolved, and of the others: of whole sequences `[batch, tokens, ..]`, or of each
+    /// text with its state. It returns the state behind the last token too.
+    pub(crate) fn forward<const N: usize>(
+        &self,
+        inputs: [&DTensor; N],
+        documents: Option<&Documents>,
+        turns: Option<Vec<LayerTokens<'_>>>,
+        scan: impl Fn(
+            [DTensor; 3],
+            &[&DTensor],
+            Option<&DTensor>,
+            Option<&Documents>,
+        ) -> Result<(DTensor, DTensor)>,
+    ) -> Result<DTensor> {
+        let Some(turns) = turns else {
+            let conv = |at: usize| self.0[at].forward(inputs[at], documents);
+            return Ok(scan([conv(0)?, conv(1)?, conv(2)?], &inputs[3..], None, documents)?.0);
+        };
+        cache::of_each_text(inputs, cache::states(turns)?, |inputs, text| {
+            let TextState { slots: [first, second, third, matrix], .. } = text;
+            let conv = |at: usize, state: &mut Option<DTensor>| self.0[at].next(inputs[at], state);
+            let made = [conv(0, first)?, conv(1, second)?, conv(2, third)?];
+            let (mixed, last) = scan(made, &inputs[3..], matrix.as_ref(), None)?;
+            *matrix = Some(last);
+            Ok(mixed)
+        })
     }
 }
 

@@ -72,7 +72,8 @@ impl StagedDecoder {
     pub(crate) fn step(&self, step: &DecodeStep) -> Result<Tensor> {
         let device = &self.device;
         let shape = [step.rows(), self.vocab_size];
-        self.output("logits", [step.tokens(device)?, step.packed(device)?], &shape)
+        let inputs = [step.tokens(device)?, step.packed(device)?];
+        step.adapters().run(|| self.output("logits", inputs, &shape))
     }
 
     /// The sum of the losses of `targets` `[1, last]`, which follow the last of `tokens` `[1, tokens]`, on all ranks, of a

@@ -1,6 +1,7 @@
 //! What a model computes in one pass: new tokens of some texts.
 
 use candle_core::{Device, Tensor};
+use candle_shard::nn::{ActiveAdapters, RowAdapters};
 use candle_shard::{DTensor, Result};
 
 /// What is before the new tokens of a text.
@@ -31,6 +32,8 @@ pub struct SlotTokens {
     pub past: SlotPast,
     /// For how many of them, the last ones, logits of what follows are wanted.
     pub rows: usize,
+    /// The adapters of the text.
+    pub adapters: RowAdapters,
 }
 
 /// The former name of [`SlotTokens`].
@@ -49,7 +52,7 @@ pub struct DecodeStep {
 }
 
 /// The numbers of a span in a tensor.
-const FIELDS: usize = 5;
+const FIELDS: usize = 6;
 
 impl SlotTokens {
     /// The span as numbers. Of the past, they have the slot and the tokens: 0 for nothing, and the most for
@@ -60,17 +63,27 @@ impl SlotTokens {
             SlotPast::All => [self.slot as u32, u32::MAX],
             SlotPast::Prefix { slot, tokens } => [slot as u32, tokens as u32],
         };
-        [self.slot as u32, self.tokens as u32, self.rows as u32, from, kept]
+        let adapters = match self.adapters {
+            RowAdapters::All => 0,
+            RowAdapters::Model => 1,
+            RowAdapters::One(number) => 2 + number as u32,
+        };
+        [self.slot as u32, self.tokens as u32, self.rows as u32, from, kept, adapters]
     }
 
     fn of_fields(fields: &[u32; FIELDS]) -> Self {
-        let [slot, tokens, rows, from, kept] = fields.map(|field| field as usize);
+        let [slot, tokens, rows, from, kept, adapters] = fields.map(|field| field as usize);
         let past = match fields[4] {
             0 => SlotPast::Nothing,
             u32::MAX => SlotPast::All,
             _ => SlotPast::Prefix { slot: from, tokens: kept },
         };
-        Self { slot, tokens, past, rows }
+        let adapters = match adapters {
+            0 => RowAdapters::All,
+            1 => RowAdapters::Model,
+            number => RowAdapters::One(number - 2),
+        };
+        Self { slot, tokens, past, rows, adapters }
     }
 }
 
@@ -79,14 +92,22 @@ impl DecodeStep {
     /// Logits are wanted of what follows the last one.
     pub fn push(&mut self, slot: usize, tokens: &[u32], is_first: bool) {
         let past = if is_first { SlotPast::Nothing } else { SlotPast::All };
-        self.push_behind(slot, past, tokens, 1);
+        self.push_behind(slot, past, tokens, 1, RowAdapters::All);
     }
 
-    /// Adds the new tokens of the text in a slot behind a past. Logits are wanted of what follows the last
-    /// `rows` of them.
-    pub fn push_behind(&mut self, slot: usize, past: SlotPast, tokens: &[u32], rows: usize) {
+    /// Adds the new tokens of the text in a slot, which has these adapters, behind a past. Logits are wanted
+    /// of what follows the last `rows` of them.
+    pub fn push_behind(
+        &mut self,
+        slot: usize,
+        past: SlotPast,
+        tokens: &[u32],
+        rows: usize,
+        adapters: RowAdapters,
+    ) {
         self.tokens.extend(tokens);
-        self.spans.push(SlotTokens { slot, tokens: tokens.len(), past, rows: rows.min(tokens.len()) });
+        let rows = rows.min(tokens.len());
+        self.spans.push(SlotTokens { slot, tokens: tokens.len(), past, rows, adapters });
     }
 
     /// How many tokens there are.
@@ -102,6 +123,11 @@ impl DecodeStep {
     /// Where each text has its tokens.
     pub fn spans(&self) -> &[SlotTokens] {
         &self.spans
+    }
+
+    /// The adapters of the tokens.
+    pub(crate) fn adapters(&self) -> ActiveAdapters {
+        of_rows(self.spans.iter().map(|span| (span.tokens, span.adapters)))
     }
 
     /// The tokens `[1, tokens]`.
@@ -134,6 +160,23 @@ impl DecodeStep {
         let spans: Vec<SlotTokens> = spans.iter().map(SlotTokens::of_fields).collect();
         let known: usize = spans.iter().map(|span| span.tokens).sum();
         (known == tokens.len()).then(|| Self { tokens: tokens.to_vec(), spans })
+    }
+}
+
+/// The adapters of so many rows each. Where all texts have all of them, rows may lie along any dim.
+fn of_rows(rows: impl Iterator<Item = (usize, RowAdapters)> + Clone) -> ActiveAdapters {
+    match rows.clone().all(|(_, adapters)| adapters == RowAdapters::All) {
+        true => ActiveAdapters::all(),
+        false => ActiveAdapters::of_rows(rows),
+    }
+}
+
+/// The adapters of the rows of [`wanted_rows`].
+pub(crate) fn wanted_adapters(spans: &[SlotTokens]) -> ActiveAdapters {
+    let wanted = spans.iter().map(|span| (span.rows, span.adapters));
+    match spans.last() {
+        Some(last) if wanted.clone().all(|(rows, _)| rows == 0) => of_rows([(1, last.adapters)].into_iter()),
+        _ => of_rows(wanted),
     }
 }
 
@@ -175,13 +218,14 @@ pub(crate) fn wanted_rows(x: &DTensor, spans: &[SlotTokens]) -> Result<DTensor> 
 mod tests {
     use super::{DecodeStep, SlotPast, unpack};
     use candle_core::Device;
+    use candle_shard::nn::RowAdapters;
 
     #[test]
     fn a_step_is_the_same_behind_words_and_packed_spans() {
         let mut step = DecodeStep::default();
         step.push(0, &[7], false);
-        step.push_behind(2, SlotPast::Nothing, &[1, 2, 3], 0);
-        step.push_behind(3, SlotPast::Prefix { slot: 0, tokens: 5 }, &[4, 5], 9);
+        step.push_behind(2, SlotPast::Nothing, &[1, 2, 3], 0, RowAdapters::Model);
+        step.push_behind(3, SlotPast::Prefix { slot: 0, tokens: 5 }, &[4, 5], 9, RowAdapters::One(3));
         assert_eq!(step.rows(), 3);
         let words = step.words();
         assert_eq!(DecodeStep::of_words(&words), Some(step.clone()));

@@ -16,7 +16,7 @@ use examples::cli::{Checked, require};
 #[command(next_help_heading = "Model")]
 pub struct AdapterArgs {
     /// Adapter to run with the model: a folder in PEFT's layout or a GGUF file of llama.cpp, perhaps with a name before it;
-    /// what several change is added
+    /// what several change is added, and clients of a server choose one by its name
     #[arg(long, value_name = "[NAME=]PATH")]
     pub adapter: Vec<AdapterPath>,
 }
@@ -48,6 +48,10 @@ impl FromStr for AdapterPath {
 }
 
 impl AdapterPath {
+    pub(crate) fn name(&self) -> Option<&str> {
+        self.name.as_deref()
+    }
+
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -65,6 +69,22 @@ impl AdapterArgs {
                 path.is_dir() || is_gguf,
                 "--adapter {} is no folder and no .gguf file: give that of an adapter, with adapter_config.json in it.",
                 path.display()
+            );
+        }
+        Ok(())
+    }
+
+    /// Checks that clients can ask for each adapter.
+    ///
+    /// # Errors
+    /// Those of [`validate`](Self::validate).
+    pub(crate) fn validate_names(&self) -> Checked {
+        let unnamed = self.adapter.iter().find(|adapter| adapter.name().is_none());
+        if let Some(AdapterPath { path, .. }) = unnamed {
+            let path = path.display();
+            require!(
+                false,
+                "--adapter {path} has no name by which clients may ask for it: give NAME={path}, or merge it into the model."
             );
         }
         Ok(())

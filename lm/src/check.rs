@@ -126,6 +126,9 @@ impl Args {
             merge::validate(self)?;
         }
         self.adapters.validate()?;
+        if self.command == Some(Command::Serve) {
+            self.adapters.validate_names()?;
+        }
         self.score.validate()?;
         self.serve.validate()?;
         self.load.validate()?;

@@ -7,8 +7,8 @@ use crate::real::Real;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp3, DType, Device, Layout, MetalStorage, Result, Shape, Tensor, bail,
 };
-use candle_dist::backend::{Fresh, Ready};
-use candle_dist::edges;
+use candle_dist_base::edges;
+use candle_dist_base::{Fresh, Ready};
 
 /// Attention of queries over blocks of keys that follow each other and are all rows of the key and the value.
 ///

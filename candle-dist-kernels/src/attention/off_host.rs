@@ -10,8 +10,7 @@ use super::{KeyBlock, Scale};
 use crate::compute_dtype;
 use crate::softmax::{softmax, softmax_of_seen};
 use candle_core::{D, DType, Device, Result, Tensor};
-use candle_dist::backend::Fresh;
-use candle_dist::empty;
+use candle_dist_base::{Fresh, empty};
 use itertools::Itertools;
 use std::ops::Range;
 

@@ -6,7 +6,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaView, DeviceRepr, LaunchConfig, PushKernelArg};
 use candle_core::cuda_backend::{CudaDType, CudaStorage, WrapErr};
 use candle_core::{CpuStorage, Error, InplaceOp3, Layout, Result, Storage, Tensor, bail};
-use candle_dist::backend::Fresh;
+use candle_dist_base::Fresh;
 
 static KERNELS: Kernels = Kernels::new("candle_dist_kernels_rows", SOURCE);
 

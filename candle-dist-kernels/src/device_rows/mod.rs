@@ -8,15 +8,14 @@ pub(crate) mod launch;
 
 use super::row_order::NOWHERE;
 use candle_core::{Result, Tensor, bail};
-use candle_dist::backend::Fresh;
-use candle_dist::empty;
+use candle_dist_base::{Fresh, empty};
 
 /// Returns the rows of a contiguous table `[.., width]` of floats at `rows`, `[n]` of u32: `[n, width]`. The row [`NOWHERE`] is
 /// filled with `fill`.
 pub(super) fn take(table: &Tensor, rows: &Tensor, fill: f64) -> Result<Fresh> {
     let (table, shape) = (table.detach(), (rows.dim(0)?, table.dim(1)?));
     if rows.elem_count() * shape.1 == 0 {
-        return Ok(Fresh::copy_of(&Tensor::zeros(shape, table.dtype(), table.device())?)?);
+        return Fresh::copy_of(&Tensor::zeros(shape, table.dtype(), table.device())?);
     }
     #[cfg(feature = "cuda")]
     if table.device().is_cuda() {
@@ -24,11 +23,11 @@ pub(super) fn take(table: &Tensor, rows: &Tensor, fill: f64) -> Result<Fresh> {
     }
     let found = table.index_select(rows, 0)?;
     if fill == 0.0 {
-        return Ok(Fresh::copy_of(&found)?); // what candle reads for no row
+        return Fresh::copy_of(&found); // what candle reads for no row
     }
     let filled = empty::full(fill, shape, table.dtype(), table.device())?;
     let is_filled = rows.eq(NOWHERE)?.unsqueeze(1)?.broadcast_as(shape)?;
-    Ok(Fresh::copy_of(&is_filled.where_cond(&filled, &found)?)?)
+    Fresh::copy_of(&is_filled.where_cond(&filled, &found)?)
 }
 
 /// Writes `values`, `[n, width]`, to distinct rows of a contiguous table of floats in place. The table has these rows.

@@ -6,7 +6,7 @@ use crate::real::Real;
 use crate::rows::{new_by_blocks, new_pair_by_blocks};
 use crate::{TensorReader, elements};
 use candle_core::{CpuStorage, CustomOp1, DType, Error, Layout, Result, Shape, Tensor};
-use candle_dist::edges;
+use candle_dist_base::edges;
 
 /// The exact GELU, `x · Φ(x)` with `Φ` the standard normal distribution function.
 ///

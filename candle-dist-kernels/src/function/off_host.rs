@@ -1,7 +1,7 @@
 //! The same functions off the host, by candle's operations.
 use super::Function;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, MetalStorage, Result, Shape, Tensor};
-use candle_dist::backend::{Fresh, Ready};
+use candle_dist_base::{Fresh, Ready};
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
 /// From here on all of these functions have their limits.

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use candle_core::{D, DType, Result, Tensor, bail};
-use candle_dist::empty;
+use candle_dist_base::empty;
 
 use super::scan::StateScan;
 use super::sizes::ScanSizes;

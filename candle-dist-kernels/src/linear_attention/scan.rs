@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor};
-use candle_dist::backend::Fresh;
+use candle_dist_base::Fresh;
 
 use super::sizes::{ScanSizes, ValueHead};
 use crate::attention::graph_node;

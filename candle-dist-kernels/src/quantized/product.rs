@@ -7,8 +7,8 @@ use super::inputs;
 use super::matrix::{MatrixStorage, QuantizedMatrix};
 use super::tiles::Processor;
 use crate::elements;
-use candle_dist::backend::{Fresh, Ready};
-use candle_dist::edges;
+use candle_dist_base::edges;
+use candle_dist_base::{Fresh, Ready};
 
 /// Computes `x · weightᵀ` for `x` `[.., k]` and quantized weights `[n, k]`, side by side: `[.., n₁ + n₂ + ..]`.
 ///

@@ -63,30 +63,25 @@ pub fn compute(call: &Call, me: usize, tensors: &[Tensors]) -> Result<Results> {
     if tensors.iter().flatten().any(|tensor| !tensor.is_contiguous()) {
         return Err(Error::Unsupported(format!("{} of tensors that are not contiguous", call.op())));
     }
-    results(call, me, tensors)
+    results(call, me, tensors, &[])
 }
 
-/// Returns the results of member `me` of the collective that `call` describes.
-pub(super) fn results(call: &Call, me: usize, given: &(impl MemberTensors + ?Sized)) -> Result<Results> {
+/// Returns the results of member `me` of the collective that `call` describes, or writes them to `outputs` if there are some.
+pub(super) fn results(
+    call: &Call,
+    me: usize,
+    given: &(impl MemberTensors + ?Sized),
+    outputs: &[Tensor],
+) -> Result<Results> {
+    if !outputs.is_empty() {
+        return write(call, me, given, outputs).map(|()| Results::new());
+    }
     let tensors = if call.collective.has_result(me) { call.count() } else { 0 };
     let result = |i: usize| {
         let all = given.nth(i);
         MemberResult::new(call, me, i, &all)?.compute(&all)
     };
     (0..tensors).map(result).collect()
-}
-
-/// Returns the results of member `me`, or writes them to `outputs` if there are some.
-pub(super) fn results_in(
-    call: &Call,
-    me: usize,
-    given: &(impl MemberTensors + ?Sized),
-    outputs: &[Tensor],
-) -> Result<Results> {
-    match outputs {
-        [] => results(call, me, given),
-        _ => write(call, me, given, outputs).map(|()| Results::new()),
-    }
 }
 
 /// Writes the results of member `me` to `outputs`.

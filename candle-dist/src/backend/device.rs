@@ -3,13 +3,14 @@
 //! Both results have the same bits: sums run in rank order, 16-bit floats accumulate in f32, and NaN propagates.
 use super::guards::Guards;
 use super::runs::DimPiece;
-use super::storage::{DeviceStorage, StorageOperand, dense, mixed};
+use super::storage::{DeviceStorage, StorageOperand, mixed};
 use super::{reduce, regions};
 use crate::call::{Op, ReduceOp};
 use crate::{Error, Result};
 use candle_core::backend::BackendDevice;
 use candle_core::op::{Add, BinaryOpT, CmpOp, Div, Mul};
 use candle_core::{CudaStorage, DType, Device, Layout, Shape, Storage, StorageRef, Tensor};
+use candle_dist_base::dense;
 
 /// Returns the reduction of all tensors, or of the same `piece` of each, as new contiguous memory on their device.
 pub(super) fn reduce(

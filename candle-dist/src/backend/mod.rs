@@ -15,7 +15,6 @@ pub mod mpi;
 pub mod nccl;
 mod outputs;
 pub(crate) mod overwrite;
-mod ready;
 mod recent;
 mod reduce;
 mod regions;
@@ -33,9 +32,8 @@ pub use crate::call::{
 pub use crate::freeable::no_memory;
 pub use collective::compute;
 pub(crate) use fresh::bytes;
-pub use fresh::{Fresh, Results, Tensors};
+pub use fresh::{Fresh, Ready, Results, Tensors};
 pub use outputs::{Envelope, completed, fill, filled};
-pub use ready::Ready;
 pub use started::StartedCall;
 pub use wrapping::BackendWrapper;
 #[doc(hidden)]

@@ -21,8 +21,8 @@ impl SimulatedBackend {
     /// itself if the shape is the same, and zeros otherwise.
     fn result(&self, call: &Call, i: usize, mine: Option<&Tensor>) -> Result<Fresh> {
         let shape = call.collective.output(i, mine.map_or(&call.shape, |tensor| tensor.dims()), self.rank);
-        match (mine, call.collective.cuts().get(i)) {
-            (Some(tensor), _) if tensor.dims() == shape.as_slice() => Fresh::copy_of(tensor),
+        Ok(match (mine, call.collective.cuts().get(i)) {
+            (Some(tensor), _) if tensor.dims() == shape.as_slice() => Fresh::copy_of(tensor)?,
             (Some(tensor), Some(cut)) if matches!(call.op(), Op::AllGather | Op::Gather) => {
                 let pieces = cut.sizes.iter().map(|&len| match len == tensor.dims()[cut.dim] {
                     true => Ok(tensor.clone()),
@@ -32,14 +32,14 @@ impl SimulatedBackend {
                         Tensor::zeros(dims, tensor.dtype(), tensor.device())
                     }
                 });
-                Fresh::copy_of(&Tensor::cat(&pieces.collect::<candle_core::Result<Vec<_>>>()?, cut.dim)?)
+                Fresh::copy_of(&Tensor::cat(&pieces.collect::<candle_core::Result<Vec<_>>>()?, cut.dim)?)?
             }
             _ => {
                 let dtype = mine.map(Tensor::dtype).or(call.dtype).unwrap_or(DType::F32);
                 let device = mine.map_or(&Device::Cpu, Tensor::device);
-                Fresh::copy_of(&Tensor::zeros(shape.as_slice(), dtype, device)?)
+                Fresh::copy_of(&Tensor::zeros(shape.as_slice(), dtype, device)?)?
             }
-        }
+        })
     }
 }
 

@@ -1,7 +1,7 @@
 //! The storage of a tensor: its type per kind of device, and its address.
 use crate::{Error, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::{CpuStorage, CudaStorage, Layout, Storage, Tensor};
+use candle_core::{CpuStorage, CudaStorage, Storage, Tensor};
 
 /// The storage of one kind of device.
 pub(super) trait DeviceStorage: BackendStorage<Device: BackendDevice<Storage = Self>> {
@@ -29,16 +29,6 @@ impl DeviceStorage for CudaStorage {
 
 pub(super) fn mixed() -> Error {
     Error::Unsupported("a collective of tensors on different kinds of devices; move them to one".to_string())
-}
-
-/// Copies the elements of `source` that `layout` describes to contiguous memory.
-pub(super) fn dense<S>(source: &S, layout: &Layout) -> Result<S>
-where
-    S: BackendStorage<Device: BackendDevice<Storage = S>>,
-{
-    let mut made = source.device().zeros_impl(layout.shape(), source.dtype())?;
-    source.copy_strided_src(&mut made, 0, layout)?;
-    Ok(made)
 }
 
 /// Returns whether two tensors share memory.

@@ -3,15 +3,14 @@ mod collective;
 mod cut;
 mod dtypes;
 mod op;
-mod reduce_op;
 mod site;
 
+pub use candle_dist_base::{Factor, ReduceOp};
 pub use collective::{Collective, Cuts};
 pub(crate) use cut::total;
 pub use cut::{Cut, Dims};
 pub(crate) use dtypes::{CARRIED, carried};
 pub use op::Op;
-pub use reduce_op::{Factor, ReduceOp};
 pub use site::{called_from, line_of};
 
 use candle_core::{DType, DeviceLocation, Tensor};

@@ -264,8 +264,12 @@ impl Door {
         }
     }
 
-    fn forget(&self, id: u64) {
-        self.strangers.lock().retain(|(other, _)| *other != id);
+    /// Ends that a connection is a stranger's, and returns whether it was not dropped before.
+    fn forget(&self, id: u64) -> bool {
+        let mut strangers = self.strangers.lock();
+        let before = strangers.len();
+        strangers.retain(|(other, _)| *other != id);
+        strangers.len() < before
     }
 
     fn greet(&self, id: u64, stream: TcpStream) {
@@ -273,9 +277,11 @@ impl Door {
             self.hub.key(),
             &mut DeadlineStream { stream: &stream, deadline: within(GREETING) },
         );
-        self.forget(id);
+        // Dropped for others, the connection is closed, and a process of this job tries again. Its rank would be
+        // lost if it were let in.
+        let is_open = self.forget(id);
         // If a refusal does not arrive, the other side tries again. If a welcome does not, it is lost.
-        if let Ok(guest) = guest {
+        if let (Ok(guest), true) = (guest, is_open) {
             let _ = stream.set_write_timeout(Some(GREETING));
             let _ = self.hub.admit(&guest, stream);
         }
@@ -286,10 +292,10 @@ impl Door {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::*;
+    use crate::link::hello::Hello;
 
-    #[test]
-    fn loopback_addresses_are_for_worlds_of_one_host() {
-        let info = |rank, local_size| LaunchInfo {
+    fn info(rank: usize, local_size: usize) -> LaunchInfo {
+        LaunchInfo {
             rank,
             world_size: 4,
             local_rank: 0,
@@ -299,7 +305,35 @@ mod tests {
             secret: Secret::Token("a token that others cannot guess".into()),
             share_gpus: false,
             has_mpi: false,
-        };
+        }
+    }
+
+    #[test]
+    fn a_process_is_not_let_in_on_a_connection_that_was_dropped_for_others() {
+        let options = InitOptions::explicit("127.0.0.1:1", 0, 4);
+        let key = JobKey::new(b"a token that others cannot guess", "");
+        let hub = Arc::new(ControlHub::new(&info(0, 4), key.clone(), None, &options));
+        let door = Arc::new(Door { hub, strangers: Mutex::default() });
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        for is_dropped in [true, false] {
+            let key = key.clone();
+            let guest = thread::spawn(move || {
+                let stream = TcpStream::connect(address).unwrap();
+                let mut stream = DeadlineStream { stream: &stream, deadline: within(GREETING) };
+                Hello { rank: 1, size: 4 }.greet(&key, &mut stream).is_ok()
+            });
+            let (stream, _) = listener.accept().unwrap();
+            if !is_dropped {
+                door.strangers.lock().push_back((7, stream.try_clone().unwrap()));
+            }
+            door.clone().greet(7, stream);
+            assert_eq!(guest.join().unwrap(), !is_dropped);
+        }
+    }
+
+    #[test]
+    fn loopback_addresses_are_for_worlds_of_one_host() {
         let of = |list: &[&str]| {
             list.iter().map(|ip| format!("{ip}:29500").parse().unwrap()).collect::<Vec<SocketAddr>>()
         };

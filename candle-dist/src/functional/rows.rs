@@ -1,5 +1,5 @@
 //! Rows of a dim that change hands: pieces become other pieces, or windows that overlap.
-use crate::backend::Fresh;
+use crate::backend::{Fresh, Tensors};
 use crate::call::{Call, Collective, Cut, Dims};
 use crate::{ProcessGroup, Result, sum_dtype};
 use candle_core::Tensor;
@@ -73,7 +73,8 @@ impl RowMove<'_> {
             parts => Tensor::cat(parts, 0)?,
         };
         let call = Call { site: self.site, ..Call::on(Collective::AllToAllSingle(counts.clone()), &sent) };
-        let got = self.group.exchange(call, &sent)?.map_or(sent, Fresh::into_tensor);
+        let made = self.group.exchange(call, std::slice::from_ref(&sent), Tensors::new())?;
+        let got = made.and_then(|mut made| made.pop()).map_or(sent, Fresh::into_tensor);
         let mut start = 0;
         let sources = (0..size).filter(|&source| counts[source][me] > 0);
         let piece = |source: usize| {

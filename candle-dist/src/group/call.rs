@@ -3,7 +3,7 @@ use super::ProcessGroup;
 use super::pending::{Pending, PendingState, PendingTensors, single};
 use crate::backend::overwrite::overwrite;
 use crate::backend::storage::share_memory;
-use crate::backend::{Call, Dims, Form, Fresh, Tensors, bytes};
+use crate::backend::{Call, Dims, Envelope, Form, Fresh, Tensors, bytes};
 use crate::call::{Collective, Op};
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor, Var};
@@ -160,7 +160,7 @@ impl CollectiveCall<'_> {
     /// that needs some does nothing.
     pub fn run_all(self, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
         if self.call.op() == Op::Recv {
-            let call = self.expected(tensors.len())?;
+            let call = self.of_one_sender(tensors.len())?;
             return Ok(vec![self.group.receive(call, self.places().pop())?]);
         }
         let tensors = self.read(tensors);
@@ -169,15 +169,57 @@ impl CollectiveCall<'_> {
         if call.op() == Op::Send {
             return group.send_now(call, &tensors[0], self.memory).map(|()| Vec::new());
         }
-        if group.is_alone(&call)? {
-            return results_alone(tensors.to_vec(), &outputs);
+        match group.exchange(call, tensors, outputs.clone())? {
+            None => results_alone(tensors.to_vec(), &outputs),
+            Some(made) if outputs.is_empty() => Ok(made.into_iter().map(Fresh::into_tensor).collect()),
+            Some(_) => Ok(outputs.to_vec()),
         }
-        let made = group.make(call, tensors, outputs.clone())?;
-        Ok(if outputs.is_empty() {
-            made.into_iter().map(Fresh::into_tensor).collect()
-        } else {
-            outputs.to_vec()
-        })
+    }
+
+    /// Receives the next message with the tag of a [`Collective::Recv`], and returns its sender too, which may be any rank.
+    ///
+    /// Messages of one sender arrive in order; messages of different senders have no order.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::{Collective, World};
+    ///
+    /// World::threads(3).run(|ctx| -> candle_dist::Result<()> {
+    ///     let g = ctx.group();
+    ///     if ctx.rank() > 0 {
+    ///         return g.send(&Tensor::new(&[ctx.rank() as u32], &Device::Cpu)?, 0);
+    ///     }
+    ///     let from_any = || g.call(Collective::Recv { from: None, tag: 0 });
+    ///     for _ in 1..3 {
+    ///         let (from, tensor) = from_any().of(1, DType::U32).receive()?;
+    ///         assert_eq!(tensor.to_vec1::<u32>()?, [from as u32]);
+    ///     }
+    ///     assert_eq!(from_any().probe()?, None);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Also if started receives with this tag of any rank have not been waited for, or the backend cannot receive from any
+    /// rank.
+    pub fn receive(self) -> Result<(usize, Tensor)> {
+        self.check_receive()?;
+        match self.call.collective.peer() {
+            Some(from) => Ok((from, self.run(None)?)),
+            None => self.group.receive_any(self.expected(0)?, self.places().pop()),
+        }
+    }
+
+    /// Describes the oldest unreceived message that has arrived for a [`Collective::Recv`], of its sender or of any rank;
+    /// `None` if there is none now. Started receives get their messages first.
+    ///
+    /// # Errors
+    /// Also if the backend cannot probe.
+    pub fn probe(self) -> Result<Option<Envelope>> {
+        self.check_receive()?;
+        self.check_ranks()?;
+        self.group.probe(&self.call)
     }
 
     /// Starts the call on one tensor.
@@ -196,7 +238,7 @@ impl CollectiveCall<'_> {
     /// Starts the call on several tensors, as [`run_all`](Self::run_all) runs it.
     pub fn start_all(self, tensors: &[Tensor]) -> Result<PendingTensors> {
         if self.call.op() == Op::Recv {
-            let call = self.expected(tensors.len())?;
+            let call = self.of_one_sender(tensors.len())?;
             return self.group.start_receive(call, self.places().pop());
         }
         if self.call.form == Form::Monitored {
@@ -251,16 +293,21 @@ impl CollectiveCall<'_> {
         if is_read { tensors } else { &[] }
     }
 
+    /// Describes the message that a receive of one sender expects.
+    fn of_one_sender(&self, given: usize) -> Result<Call> {
+        if self.call.collective.peer().is_none() {
+            let tag = self.call.collective.tag();
+            return Err(self.invalid(format!("no sender of tag {tag}; name one, or call `receive`")));
+        }
+        self.expected(given)
+    }
+
     /// Describes the message that a receive expects, which takes no tensor and at most one output.
     fn expected(&self, given: usize) -> Result<Call> {
         self.check_ranks()?;
         if given > 0 || self.outputs.len() > 1 || self.call.form == Form::Monitored {
             let reason = "a receive takes no tensor, at most one output, and no monitor".to_string();
             return Err(self.invalid(reason));
-        }
-        if self.call.collective.peer().is_none() {
-            let tag = self.call.collective.tag();
-            return Err(self.invalid(format!("no sender of tag {tag}; name one, or call recv_any")));
         }
         let named = self.shape.as_ref().map(|(shape, dtype)| (shape, *dtype));
         let output = self.outputs.first();
@@ -316,6 +363,14 @@ impl CollectiveCall<'_> {
 
     fn invalid(&self, reason: String) -> Error {
         self.group.invalid(self.call.op(), reason)
+    }
+
+    /// Refuses a call that is no receive.
+    fn check_receive(&self) -> Result<()> {
+        match self.call.op() {
+            Op::Recv => Ok(()),
+            _ => Err(self.invalid("only a receive has a sender; call `run_all`".to_string())),
+        }
     }
 
     fn check_ranks(&self) -> Result<()> {

@@ -2,6 +2,7 @@
 //!
 #![doc = include_str!("README.md")]
 
+mod aliases;
 mod call;
 mod check;
 mod compared;
@@ -14,8 +15,9 @@ mod posted;
 mod subgroup;
 mod under_way;
 
+pub use aliases::ProcessGroupAliases;
 pub use call::CollectiveCall;
-pub use object::MAX_OBJECT_BYTES;
+pub use object::{MAX_OBJECT_BYTES, Objects};
 pub use pending::{Pending, PendingTensors};
 #[allow(deprecated)]
 pub use point_to_point::Message;
@@ -242,6 +244,19 @@ impl ProcessGroup {
     }
 
     /// Reduces all ranks' tensors elementwise, on every rank. Shapes must be equal.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::{ReduceOp, World};
+    ///
+    /// World::threads(2).run(|ctx| -> candle_dist::Result<()> {
+    ///     let x = Tensor::new(&[40_000f32], &Device::Cpu)?.to_dtype(DType::F16)?; // twice this is no f16
+    ///     let half = ctx.group().all_reduce(&x, ReduceOp::pre_mul_sum(0.5))?;
+    ///     assert_eq!(half.to_dtype(DType::F32)?.to_vec1::<f32>()?, [40_000.0]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
     #[track_caller]
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
         self.collect(Call::on(Collective::AllReduce(op), tensor), tensor)
@@ -354,26 +369,29 @@ impl ProcessGroup {
     }
 
     fn meet(&self, call: Call) -> Result<()> {
-        if self.is_alone(&call)? {
-            return Ok(());
-        }
-        self.make(call, &[], Tensors::new()).map(drop)
+        self.exchange(call, &[], Tensors::new()).map(drop)
     }
 
     /// Runs a collective with a result on every rank; at size 1 the input is the result.
     fn collect(&self, call: Call, tensor: &Tensor) -> Result<Tensor> {
-        match self.exchange(call, tensor)? {
-            Some(fresh) => Ok(fresh.into_tensor()),
-            None => Ok(tensor.clone()),
-        }
+        let made = self.exchange(call, std::slice::from_ref(tensor), Tensors::new())?;
+        Ok(made.and_then(|mut made| made.pop()).map_or_else(|| tensor.clone(), Fresh::into_tensor))
     }
 
-    /// Like `collect`, with the result still wrapped; `None` means the input itself.
-    pub(crate) fn exchange(&self, call: Call, tensor: &Tensor) -> Result<Option<Fresh>> {
+    /// Runs a collective on valid tensors; `None` means that these are the results.
+    pub(crate) fn exchange(
+        &self,
+        call: Call,
+        tensors: &[Tensor],
+        outputs: Tensors,
+    ) -> Result<Option<Results>> {
         if self.is_alone(&call)? {
             return Ok(None);
         }
-        Ok(self.make(call, std::slice::from_ref(tensor), Tensors::new())?.pop())
+        let dense =
+            tensors.iter().map(|t| t.detach().contiguous()).collect::<candle_core::Result<Tensors>>()?;
+        let size = dense.iter().map(bytes).sum();
+        self.engage(call, size, |backend, call| backend.run(call, dense, outputs)).map(Some)
     }
 
     /// Returns whether the group has one rank, which needs no backend. The call is checked as in a larger group.
@@ -392,14 +410,6 @@ impl ProcessGroup {
         self.check_ranks(&collective)?;
         self.check_fit(&collective, 0, tensor)?;
         Ok(Call::on(collective, tensor))
-    }
-
-    /// Runs a collective on valid tensors.
-    fn make(&self, call: Call, tensors: &[Tensor], outputs: Tensors) -> Result<Results> {
-        let dense =
-            tensors.iter().map(|t| t.detach().contiguous()).collect::<candle_core::Result<Tensors>>()?;
-        let size = dense.iter().map(bytes).sum();
-        self.engage(call, size, |backend, call| backend.run(call, dense, outputs))
     }
 
     /// Passes a call to the backend, unless another thread is in a call that it must not overlap.

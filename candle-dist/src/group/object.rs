@@ -17,11 +17,25 @@ type Parcel = std::result::Result<Vec<u8>, String>;
 /// The longest explanation that is sent, in bytes.
 const MAX_REASON: usize = 1 << 10;
 
+/// Collectives of objects, made by [`ProcessGroup::objects`].
+///
 /// Each of these sends objects in the format of [`postcard`](https://docs.rs/postcard), on the host, in three or four
 /// collectives: the type, the sizes, then the bytes. All ranks name the same type. The format has no names, so both
 /// ends must be the same program. An object has at most [`MAX_OBJECT_BYTES`]. An object that cannot be sent is the same
 /// error on all ranks, and the group stays usable.
+#[derive(Debug, Clone, Copy)]
+pub struct Objects<'a> {
+    group: &'a ProcessGroup,
+}
+
 impl ProcessGroup {
+    /// Returns the collectives of values of any type that serde supports.
+    pub fn objects(&self) -> Objects<'_> {
+        Objects { group: self }
+    }
+}
+
+impl Objects<'_> {
     /// Copies the root's object to every rank; other ranks may give `None`.
     ///
     /// ```
@@ -31,26 +45,23 @@ impl ProcessGroup {
     /// type Config = BTreeMap<String, f64>;
     /// World::threads(2).run(|ctx| -> candle_dist::Result<()> {
     ///     let mine = (ctx.rank() == 0).then(|| Config::from([("lr".to_string(), 0.1)]));
-    ///     let config: Config = ctx.group().broadcast_object(mine.as_ref(), 0)?;
+    ///     let config: Config = ctx.group().objects().broadcast(mine.as_ref(), 0)?;
     ///     assert_eq!(config["lr"], 0.1);
     ///     Ok(())
     /// })?;
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     #[track_caller]
-    pub fn broadcast_object<T: Serialize + DeserializeOwned>(
-        &self,
-        object: Option<&T>,
-        root: usize,
-    ) -> Result<T> {
+    pub fn broadcast<T: Serialize + DeserializeOwned>(&self, object: Option<&T>, root: usize) -> Result<T> {
         const OP: &str = "broadcast_object";
-        self.check_rank_named(OP, root)?;
+        self.group.check_rank_named(OP, root)?;
         self.same_type::<T>(OP)?;
-        let mine =
-            (self.rank() == root).then(|| object.map_or(Err("the root must give an object".into()), packed));
+        let mine = (self.group.rank() == root)
+            .then(|| object.map_or(Err("the root must give an object".into()), packed));
         let (size, is_error) = self.announce(OP, root, mine.as_ref())?;
         let bytes = mine.map_or_else(|| vec![0; size], |mine| mine.unwrap_or_else(String::into_bytes));
-        let bytes = self.broadcast(&Tensor::from_vec(bytes, size, &Device::Cpu)?, root)?.to_vec1::<u8>()?;
+        let bytes =
+            self.group.broadcast(&Tensor::from_vec(bytes, size, &Device::Cpu)?, root)?.to_vec1::<u8>()?;
         match is_error {
             true => Err(self.object_error(OP, root, &bytes)),
             false => self.unpacked(OP, root, &bytes),
@@ -63,20 +74,21 @@ impl ProcessGroup {
     /// use candle_dist::World;
     ///
     /// World::threads(3).run(|ctx| -> candle_dist::Result<()> {
-    ///     let hosts = ctx.group().all_gather_object(&(ctx.rank(), format!("host {}", ctx.rank())))?;
+    ///     let hosts = ctx.group().objects().all_gather(&(ctx.rank(), format!("host {}", ctx.rank())))?;
     ///     assert_eq!(hosts[2], (2, "host 2".to_string()));
     ///     Ok(())
     /// })?;
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     #[track_caller]
-    pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
+    pub fn all_gather<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
         const OP: &str = "all_gather_object";
         self.same_type::<T>(OP)?;
         let mine = packed(object);
         let sizes = self.announce_all(OP, &mine)?;
         let bytes = Tensor::new(mine.unwrap_or_default(), &Device::Cpu)?;
-        let all = self.call(Collective::all_gather(Cut::new(0, &sizes))).run(&bytes)?.to_vec1::<u8>()?;
+        let all =
+            self.group.call(Collective::all_gather(Cut::new(0, &sizes))).run(&bytes)?.to_vec1::<u8>()?;
         self.unpacked_all(OP, &sizes, &all)
     }
 
@@ -84,18 +96,14 @@ impl ProcessGroup {
     ///
     /// An object that the root cannot read is the root's error.
     #[track_caller]
-    pub fn gather_object<T: Serialize + DeserializeOwned>(
-        &self,
-        object: &T,
-        root: usize,
-    ) -> Result<Option<Vec<T>>> {
+    pub fn gather<T: Serialize + DeserializeOwned>(&self, object: &T, root: usize) -> Result<Option<Vec<T>>> {
         const OP: &str = "gather_object";
-        self.check_rank_named(OP, root)?;
+        self.group.check_rank_named(OP, root)?;
         self.same_type::<T>(OP)?;
         let mine = packed(object);
         let sizes = self.announce_all(OP, &mine)?;
         let bytes = Tensor::new(mine.unwrap_or_default(), &Device::Cpu)?;
-        let Some(all) = self.gather(&bytes, 0, &sizes, root)? else { return Ok(None) };
+        let Some(all) = self.group.gather(&bytes, 0, &sizes, root)? else { return Ok(None) };
         self.unpacked_all(OP, &sizes, &all.to_vec1::<u8>()?).map(Some)
     }
 
@@ -103,17 +111,13 @@ impl ProcessGroup {
     ///
     /// An object that its rank cannot read is that rank's error.
     #[track_caller]
-    pub fn scatter_object<T: Serialize + DeserializeOwned>(
-        &self,
-        objects: Option<&[T]>,
-        root: usize,
-    ) -> Result<T> {
+    pub fn scatter<T: Serialize + DeserializeOwned>(&self, objects: Option<&[T]>, root: usize) -> Result<T> {
         const OP: &str = "scatter_object";
-        self.check_rank_named(OP, root)?;
+        self.group.check_rank_named(OP, root)?;
         self.same_type::<T>(OP)?;
-        let n = self.size();
+        let n = self.group.size();
         let (mut sizes, mut mine) = (vec![0i64; n], None);
-        if self.rank() == root {
+        if self.group.rank() == root {
             let list = objects.filter(|list| list.len() == n);
             let wrong = || format!("the root must give {n} objects, got {}", objects.map_or(0, <[T]>::len));
             let all = list
@@ -131,19 +135,19 @@ impl ProcessGroup {
         let bytes = mine.map(|mine| mine.unwrap_or_else(String::into_bytes));
         if is_error {
             let bytes = Tensor::from_vec(bytes.unwrap_or_else(|| vec![0; size]), size, &Device::Cpu)?;
-            return Err(self.object_error(OP, root, &self.broadcast(&bytes, root)?.to_vec1::<u8>()?));
+            return Err(self.object_error(OP, root, &self.group.broadcast(&bytes, root)?.to_vec1::<u8>()?));
         }
-        let sizes = self.broadcast(&Tensor::new(sizes, &Device::Cpu)?, root)?.to_vec1::<i64>()?;
+        let sizes = self.group.broadcast(&Tensor::new(sizes, &Device::Cpu)?, root)?.to_vec1::<i64>()?;
         let sizes: Vec<usize> = sizes.into_iter().map(|size| size as usize).collect();
         let bytes = bytes.map(|bytes| Tensor::from_vec(bytes, size, &Device::Cpu)).transpose()?;
-        let piece = self.scatter(bytes.as_ref(), (size, DType::U8), 0, &sizes, root)?;
+        let piece = self.group.scatter(bytes.as_ref(), (size, DType::U8), 0, &sizes, root)?;
         self.unpacked(OP, root, &piece.to_vec1::<u8>()?)
     }
 
     /// Fails on all ranks alike unless they name the same type.
     #[track_caller]
     fn same_type<T>(&self, op: &'static str) -> Result<()> {
-        self.agree(&format!("{op} of {}", std::any::type_name::<T>()))
+        self.group.agree(&format!("{op} of {}", std::any::type_name::<T>()))
     }
 
     /// Sends the size of the root's next data to all ranks, and whether the data is an error text.
@@ -154,7 +158,7 @@ impl ProcessGroup {
             Some(Err(reason)) => [reason.len() as i64, 1],
             None => [0, 0],
         };
-        let head = self.broadcast(&Tensor::new(&head, &Device::Cpu)?, root)?.to_vec1::<i64>()?;
+        let head = self.group.broadcast(&Tensor::new(&head, &Device::Cpu)?, root)?.to_vec1::<i64>()?;
         match usize::try_from(head[0]) {
             Ok(size) => Ok((size, head[1] == 1)),
             Err(_) => Err(self.object_error(op, root, b"a size below zero")),
@@ -168,10 +172,10 @@ impl ProcessGroup {
             Ok(bytes) => [bytes.len() as i64, 0],
             Err(_) => [0, 1],
         };
-        let heads = self.all_gather(&Tensor::new(&[head], &Device::Cpu)?, 0)?.to_vec2::<i64>()?;
+        let heads = self.group.all_gather(&Tensor::new(&[head], &Device::Cpu)?, 0)?.to_vec2::<i64>()?;
         if let Some(rank) = heads.iter().position(|head| head[1] == 1) {
             let text = mine.as_ref().err().map_or("", String::as_str);
-            let texts = self.all_gather_text(text)?;
+            let texts = self.group.all_gather_text(text)?;
             return Err(self.object_error(op, rank, texts[rank].as_bytes()));
         }
         Ok(heads.iter().map(|head| head[0] as usize).collect())
@@ -180,7 +184,7 @@ impl ProcessGroup {
     /// Makes the error for the object of rank `from`, the same on all ranks.
     fn object_error(&self, op: &'static str, from: usize, reason: &[u8]) -> Error {
         let reason = String::from_utf8_lossy(reason).into_owned();
-        Error::InvalidArgument { rank: self.ranks()[from], op, reason }
+        Error::InvalidArgument { rank: self.group.ranks()[from], op, reason }
     }
 
     /// Decodes objects whose bytes are concatenated.

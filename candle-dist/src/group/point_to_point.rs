@@ -68,69 +68,11 @@ impl ProcessGroup {
     }
 
     /// Receives the next tensor from rank `from`, which must have this shape and dtype.
+    ///
+    /// [`CollectiveCall::receive`](crate::CollectiveCall::receive) receives from any rank.
     #[track_caller]
     pub fn recv(&self, shape: impl Into<Shape>, dtype: DType, from: usize) -> Result<Tensor> {
         self.call(Collective::Recv { from: Some(from), tag: 0 }).of(shape, dtype).run(None)
-    }
-
-    /// Receives the next tensor with `tag` from any rank, and returns the sender too. It must have this shape and
-    /// dtype.
-    ///
-    /// Messages of one sender arrive in order; messages of different senders have no order. [`probe`](Self::probe)
-    /// describes the next one.
-    ///
-    /// ```
-    /// use candle_core::{DType, Device, Tensor};
-    /// use candle_dist::World;
-    ///
-    /// World::threads(3).run(|ctx| -> candle_dist::Result<()> {
-    ///     let g = ctx.group();
-    ///     if ctx.rank() > 0 {
-    ///         return g.send(&Tensor::new(&[ctx.rank() as u32], &Device::Cpu)?, 0);
-    ///     }
-    ///     for _ in 1..3 {
-    ///         let (from, tensor) = g.recv_any(1, DType::U32, 0)?;
-    ///         assert_eq!(tensor.to_vec1::<u32>()?, [from as u32]);
-    ///     }
-    ///     assert_eq!(g.probe(None, 0)?, None);
-    ///     Ok(())
-    /// })?;
-    /// # Ok::<(), candle_dist::WorldError>(())
-    /// ```
-    ///
-    /// # Errors
-    /// Also if started receives with this tag have not been waited for, or the backend cannot receive from any rank.
-    #[track_caller]
-    pub fn recv_any(&self, shape: impl Into<Shape>, dtype: DType, tag: u32) -> Result<(usize, Tensor)> {
-        if self.size() == 1 {
-            return Err(self.invalid(Op::Recv, "there is no other rank to receive from".to_string()));
-        }
-        if self.posts.has_tag(tag) {
-            let reason = format!("receives with tag {tag} that were started come first; wait for them");
-            return Err(self.invalid(Op::Recv, reason));
-        }
-        let call = Call::of(Collective::Recv { from: None, tag }, dtype, shape.into().dims());
-        self.engage(call, 0, |backend, call| backend.recv(call, None))
-    }
-
-    /// Describes the oldest unreceived message with `tag` that has arrived from rank `from` or from any rank; `None` if
-    /// there is none now. Started receives get their messages first.
-    ///
-    /// # Errors
-    /// Also if the backend cannot probe.
-    #[track_caller]
-    pub fn probe(&self, from: Option<usize>, tag: u32) -> Result<Option<Envelope>> {
-        let receive = Collective::Recv { from, tag };
-        self.check_ranks(&receive)?;
-        let call = Call::new(receive);
-        loop {
-            let found = self.backend().probe(&call)?;
-            match &found {
-                // It belongs to a started receive, or is behind such a message.
-                Some(Envelope { from, .. }) if self.take_awaited((*from, tag))? => {}
-                _ => return Ok(found),
-            }
-        }
     }
 
     /// Sends and receives several messages at once, and returns the received ones in the order of the list.
@@ -205,6 +147,31 @@ impl ProcessGroup {
         }
         let _entered = self.begin_call(&call)?;
         self.settle(&self.post(call, output)?, None)
+    }
+
+    /// Receives a message of any rank, and returns the sender too.
+    pub(super) fn receive_any(&self, call: Call, output: Option<Tensor>) -> Result<(usize, Tensor)> {
+        if self.size() == 1 {
+            return Err(self.invalid(Op::Recv, "there is no other rank to receive from".to_string()));
+        }
+        let tag = call.collective.tag();
+        if self.posts.has_tag(tag) {
+            let reason = format!("receives with tag {tag} that were started come first; wait for them");
+            return Err(self.invalid(Op::Recv, reason));
+        }
+        self.engage(call, 0, |backend, call| backend.recv(call, output.as_ref()))
+    }
+
+    /// Describes the message that a receive would get now.
+    pub(super) fn probe(&self, receive: &Call) -> Result<Option<Envelope>> {
+        loop {
+            let found = self.backend().probe(receive)?;
+            match &found {
+                // It belongs to a started receive, or is behind such a message.
+                Some(Envelope { from, .. }) if self.take_awaited((*from, receive.collective.tag()))? => {}
+                _ => return Ok(found),
+            }
+        }
     }
 
     /// Starts a receive.

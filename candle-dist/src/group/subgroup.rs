@@ -1,7 +1,7 @@
 //! Groups of some members of a group, and what they have of it.
 use super::ProcessGroup;
 use crate::Result;
-use crate::switch::{Switch, Switches};
+use crate::switch::Switches;
 use candle_core::{Device, Tensor};
 use std::panic::Location;
 
@@ -35,12 +35,6 @@ impl ProcessGroup {
         let mut members: Vec<usize> = (0..all.len()).filter(|&r| all[r][0] == i64::from(color)).collect();
         members.sort_by_key(|&r| (all[r][1], r));
         self.subgroup(&members).map(Some)
-    }
-
-    /// Returns whether a switch is on in the world of this group: by rank 0's environment among processes, and otherwise by that of
-    /// this process. It costs no system call.
-    pub fn is_on(&self, switch: Switch) -> bool {
-        self.switches.has(switch)
     }
 
     /// Returns this group with the switches of its world.

@@ -67,9 +67,10 @@ impl DeviceMesh {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Returns whether a switch is on in the world of this mesh; see [`ProcessGroup::is_on`].
+    /// Returns whether a switch is on in the world of this mesh: by rank 0's environment among processes, and
+    /// otherwise by that of this process. It costs no system call.
     pub fn is_on(&self, switch: Switch) -> bool {
-        self.0.root.base().is_on(switch)
+        self.0.root.base().switches.has(switch)
     }
 
     /// Returns the number of ranks.

@@ -148,8 +148,8 @@ pub const FAILURES: &[Failure] = &[
         text: "(description differs)",
         silent: false,
         run: |ctx| match ctx.rank() {
-            0 => ctx.group().all_gather_object(&1u32).map(drop),
-            _ => ctx.group().all_gather_object(&1i64).map(drop),
+            0 => ctx.group().objects().all_gather(&1u32).map(drop),
+            _ => ctx.group().objects().all_gather(&1i64).map(drop),
         },
     },
     Failure {

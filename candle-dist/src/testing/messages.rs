@@ -4,7 +4,7 @@ use super::lacks::dtypes;
 use super::values::{LENGTHS, assert_same, input};
 use super::written;
 use crate::backend::Envelope;
-use crate::{Collective, Error, P2pOp, Pending, ProcessGroup, RankContext, Result};
+use crate::{Collective, CollectiveCall, Error, P2pOp, Pending, ProcessGroup, RankContext, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use std::time::{Duration, Instant};
 
@@ -133,12 +133,18 @@ fn started(ctx: &RankContext) -> Result<()> {
     Ok(())
 }
 
+/// A receive of any rank.
+fn any_sender(g: &ProcessGroup, tag: u32) -> CollectiveCall<'_> {
+    g.call(Collective::Recv { from: None, tag })
+}
+
 /// Runs `f`, unless the backend does not support it, which it must report on all ranks.
 fn where_there_is(g: &ProcessGroup, f: impl FnOnce() -> Result<()>) -> Result<()> {
-    match g.probe(None, 0) {
+    match any_sender(g, 0).probe() {
         Err(Error::Unsupported(text)) => {
             assert!(text.contains("cannot probe"), "{text}");
-            let (error, next) = (g.recv_any(1, DType::F32, 0).unwrap_err(), (g.rank() + 1) % g.size());
+            let (error, next) =
+                (any_sender(g, 0).of(1, DType::F32).receive().unwrap_err(), (g.rank() + 1) % g.size());
             assert!(matches!(error, Error::Unsupported(_)), "{error}");
             let receive =
                 g.call(Collective::Recv { from: Some(next), tag: 9 }).of(1, DType::F32).start(None)?;
@@ -201,19 +207,23 @@ fn awaited(ctx: &RankContext) -> Result<()> {
                 .start_all(std::slice::from_ref(&input(r, &[2], DType::F32)?))?
                 .wait()?;
             g.barrier()?;
-            assert_eq!(g.probe(from, 3)?, None, "the message is that of the receive that was started");
+            assert_eq!(
+                g.call(Collective::Recv { from, tag: 3 }).probe()?,
+                None,
+                "the message is that of the receive that was started"
+            );
             g.barrier()?;
             g.call(Collective::Send { to: next, tag: 3 })
                 .start_all(std::slice::from_ref(&input(r + 1, &[2], DType::F32)?))?
                 .wait()?;
             g.barrier()?;
             assert_eq!(
-                g.probe(from, 3)?.map(|envelope| envelope.from),
+                g.call(Collective::Recv { from, tag: 3 }).probe()?.map(|envelope| envelope.from),
                 Some(before),
                 "nobody awaits the second"
             );
             assert_same(
-                &g.recv_any(2, DType::F32, 3)?.1,
+                &any_sender(g, 3).of(2, DType::F32).receive()?.1,
                 &input(before + 1, &[2], DType::F32)?,
                 "the second",
             )?;
@@ -252,12 +262,15 @@ fn any(ctx: &RankContext) -> Result<()> {
         }
         let mut parts = vec![0; n];
         for _ in 0..2 * (n - 1) {
-            soon(|| Ok(g.probe(None, 5)?.is_some()))?;
-            let Some(Envelope { from, tag, dtype, shape }) = g.probe(None, 5)? else { unreachable!() };
+            soon(|| Ok(any_sender(g, 5).probe()?.is_some()))?;
+            let Some(Envelope { from, tag, dtype, shape }) = any_sender(g, 5).probe()? else {
+                unreachable!()
+            };
+            let one_sender = |tag| g.call(Collective::Recv { from: Some(from), tag });
             assert_eq!((tag, dtype, shape.dims()), (5, DType::I64, &[from + 1][..]));
-            assert_eq!(g.probe(Some(from), 5)?.map(|envelope| envelope.from), Some(from));
-            assert_eq!(g.probe(Some(from), 6)?, None);
-            let (sender, got) = g.recv_any(from + 1, DType::I64, 5)?;
+            assert_eq!(one_sender(5).probe()?.map(|envelope| envelope.from), Some(from));
+            assert_eq!(one_sender(6).probe()?, None);
+            let (sender, got) = any_sender(g, 5).of(from + 1, DType::I64).receive()?;
             assert_eq!(sender, from);
             assert_same(
                 &got,
@@ -269,13 +282,13 @@ fn any(ctx: &RankContext) -> Result<()> {
         g.barrier()?; // the messages below are not among those that others still await above
         let pending =
             g.call(Collective::Recv { from: Some((r + 1) % n), tag: 5 }).of(1, DType::I64).start(None)?;
-        let text = g.recv_any(1, DType::I64, 5).unwrap_err().to_string();
+        let text = any_sender(g, 5).of(1, DType::I64).receive().unwrap_err().to_string();
         assert!(text.contains("that were started come first"), "{text}");
         g.call(Collective::Send { to: (r + n - 1) % n, tag: 5 })
             .start_all(std::slice::from_ref(&input(0, &[1], DType::I64)?))?
             .wait()?;
         pending.wait()?;
-        assert_eq!(g.probe(None, 5)?, None);
+        assert_eq!(any_sender(g, 5).probe()?, None);
         g.barrier()
     })
 }

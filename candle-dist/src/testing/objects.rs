@@ -32,16 +32,16 @@ fn everywhere(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
     for len in [0, 1, 100, 20_000] {
         let want: Vec<SampleObject> = (0..n).map(|rank| thing(rank, len * (rank % 2 + 1))).collect();
-        assert_eq!(g.all_gather_object(&want[r])?, want);
+        assert_eq!(g.objects().all_gather(&want[r])?, want);
         for root in [0, n - 1] {
             let mine = (r == root).then_some(&want[r]);
-            assert_eq!(g.broadcast_object(mine, root)?, want[root]);
-            assert_eq!(g.gather_object(&want[r], root)?, (r == root).then(|| want.clone()));
-            assert_eq!(g.scatter_object((r == root).then_some(&want[..]), root)?, want[r]);
+            assert_eq!(g.objects().broadcast(mine, root)?, want[root]);
+            assert_eq!(g.objects().gather(&want[r], root)?, (r == root).then(|| want.clone()));
+            assert_eq!(g.objects().scatter((r == root).then_some(&want[..]), root)?, want[r]);
         }
     }
-    assert_eq!(g.all_gather_object(&())?, vec![(); n]);
-    g.broadcast_object(Some(&()), 0)
+    assert_eq!(g.objects().all_gather(&())?, vec![(); n]);
+    g.objects().broadcast(Some(&()), 0)
 }
 
 /// A value that is too large, or that cannot be serialized.
@@ -80,10 +80,10 @@ fn refused(ctx: &RankContext) -> Result<()> {
             let good = BadObject { large: false, unfit: false };
             let list: Vec<BadObject> = (0..n).map(|to| if to == culprit { mine } else { good }).collect();
             let errors = [
-                g.all_gather_object(&mine).map(drop).unwrap_err(),
-                g.gather_object(&mine, 0).map(drop).unwrap_err(),
-                g.broadcast_object(Some(&mine), culprit).map(drop).unwrap_err(),
-                g.scatter_object(Some(&list), culprit).map(drop).unwrap_err(),
+                g.objects().all_gather(&mine).map(drop).unwrap_err(),
+                g.objects().gather(&mine, 0).map(drop).unwrap_err(),
+                g.objects().broadcast(Some(&mine), culprit).map(drop).unwrap_err(),
+                g.objects().scatter(Some(&list), culprit).map(drop).unwrap_err(),
             ];
             for error in errors {
                 let error = error.to_string();
@@ -91,7 +91,7 @@ fn refused(ctx: &RankContext) -> Result<()> {
                 // The error is the same on all ranks.
                 assert_eq!(g.all_gather_text(&error)?, vec![error; n]);
             }
-            assert_eq!(g.all_gather_object(&r)?, (0..n).collect::<Vec<_>>());
+            assert_eq!(g.objects().all_gather(&r)?, (0..n).collect::<Vec<_>>());
         }
     }
     Ok(())
@@ -101,15 +101,15 @@ fn missing(ctx: &RankContext) -> Result<()> {
     let (g, n) = (ctx.group(), ctx.world_size());
     let root = n - 1;
     let errors = [
-        g.broadcast_object::<u32>(None, root).unwrap_err().to_string(),
-        g.scatter_object::<u32>(None, root).unwrap_err().to_string(),
-        g.scatter_object(Some(&vec![1u32; n + 1]), root).unwrap_err().to_string(),
+        g.objects().broadcast::<u32>(None, root).unwrap_err().to_string(),
+        g.objects().scatter::<u32>(None, root).unwrap_err().to_string(),
+        g.objects().scatter(Some(&vec![1u32; n + 1]), root).unwrap_err().to_string(),
     ];
     let texts = ["must give an object", "got 0", &format!("got {}", n + 1)];
     for (error, text) in errors.iter().zip(texts) {
         assert!(error.contains(text) && error.contains(&format!("rank {root}")), "{error}");
     }
-    let text = g.gather_object(&1u32, n).unwrap_err().to_string();
+    let text = g.objects().gather(&1u32, n).unwrap_err().to_string();
     assert!(text.contains("gather_object") && text.contains("is outside"), "{text}");
     g.barrier()
 }

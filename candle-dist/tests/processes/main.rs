@@ -82,9 +82,12 @@ fn sum(ctx: &RankContext, len: usize) -> Result<Vec<f32>> {
 /// Prints which switches are on in the world of processes, and in a world of threads beside it.
 fn switches(ctx: &RankContext) -> Result<String> {
     let of = |on: &dyn Fn(Switch) -> bool| format!("{} {}", on(Switch::Debug), on(Switch::Strict));
-    let together = of(&|switch| ctx.group().is_on(switch));
     let mesh = ctx.mesh(&[("dp", ctx.world_size())])?;
-    let alone = World::threads(1).run(|own| Ok::<_, Error>(of(&|switch| own.group().is_on(switch))));
+    let together = of(&|switch| mesh.is_on(switch));
+    let alone = World::threads(1).run(|own| {
+        let mesh = own.mesh(&[("dp", 1)])?;
+        Ok::<_, Error>(of(&|switch| mesh.is_on(switch)))
+    });
     assert_eq!(of(&|switch| mesh.is_on(switch)), together, "also after another world of this process");
     Ok(format!("{together}, alone {}", alone.expect("a world of one rank").concat()))
 }

@@ -63,7 +63,7 @@ impl Backend for StoreBackend {
         }
         let results = tensors
             .iter()
-            .map(|tensor| Fresh::copy_of(&Tensor::from_vec(sum.clone(), tensor.shape(), &Device::Cpu)?));
+            .map(|tensor| Ok(Fresh::copy_of(&Tensor::from_vec(sum.clone(), tensor.shape(), &Device::Cpu)?)?));
         fill(&outputs, results.collect::<Result<_>>()?)
     }
 

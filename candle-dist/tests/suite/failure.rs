@@ -342,8 +342,9 @@ fn a_receiver_from_any_rank_hears_that_all_have_returned() {
         let (g, x) = (ctx.group(), Tensor::new(&[1f32], &Device::Cpu)?);
         match ctx.rank() {
             0 => {
-                g.recv_any(1, DType::F32, 0)?;
-                g.recv_any(1, DType::F32, 0).map(drop)
+                let receive = || g.call(Collective::Recv { from: None, tag: 0 }).of(1, DType::F32).receive();
+                receive()?;
+                receive().map(drop)
             }
             1 => Ok(()), // while rank 2 may still send
             _ => {

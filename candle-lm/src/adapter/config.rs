@@ -27,6 +27,8 @@ pub struct AdapterConfig {
     pub rank_pattern: Vec<(String, usize)>,
     /// What their scales are made of.
     pub alpha_pattern: Vec<(String, f64)>,
+    /// Parameters that have factors, by the ends of their paths: those of experts.
+    pub target_parameters: Vec<String>,
     /// Modules that the adapter replaces.
     pub modules_to_save: Vec<String>,
     /// The layers with factors; all if there are none.
@@ -104,7 +106,7 @@ fn whole(text: &str) -> Result<Regex> {
     Ok(Regex::new(&format!("^(?:{text})$"))?)
 }
 
-fn ends_with_module(path: &str, name: &str) -> bool {
+pub(super) fn ends_with_module(path: &str, name: &str) -> bool {
     path == name || path.strip_suffix(name).is_some_and(|before| before.ends_with('.'))
 }
 
@@ -132,6 +134,7 @@ impl AdapterConfig {
             excluded: None,
             rank_pattern: Vec::new(),
             alpha_pattern: Vec::new(),
+            target_parameters: Vec::new(),
             modules_to_save: Vec::new(),
             layers: None,
             layers_pattern: Vec::new(),
@@ -218,6 +221,7 @@ impl AdapterConfig {
         let config = Self {
             rank_pattern: ranks.into_iter().map(|(pattern, rank)| (pattern, rank as usize)).collect(),
             alpha_pattern: pattern(take("alpha_pattern"), "alpha_pattern")?,
+            target_parameters: names(take("target_parameters"), "target_parameters")?,
             modules_to_save: names(take("modules_to_save"), "modules_to_save")?,
             layers: layers(take("layers_to_transform"))?,
             layers_pattern: names(take("layers_pattern"), "layers_pattern")?,
@@ -262,6 +266,7 @@ impl AdapterConfig {
             "fan_in_fan_out": false,
             "bias": "none",
             "init_lora_weights": true,
+            "target_parameters": or_null(&self.target_parameters),
             "target_modules": self.targets.to_json(),
             "exclude_modules": self.excluded.as_ref().map(TargetModules::to_json),
             "rank_pattern": ranks,
@@ -296,6 +301,11 @@ impl AdapterConfig {
         if !self.targets.matches(path, kind)? || !self.has_layer(path)? {
             return Ok(None);
         }
+        self.options_at(path).map(Some)
+    }
+
+    /// The options at a path that has factors.
+    pub(super) fn options_at(&self, path: &str) -> Result<LoraOptions> {
         let mut options = self.options.clone();
         if let Some(rank) = first_match(&self.rank_pattern, path)? {
             options.rank = rank;
@@ -303,7 +313,7 @@ impl AdapterConfig {
         if let Some(alpha) = first_match(&self.alpha_pattern, path)? {
             options.alpha = alpha;
         }
-        Ok(Some(options))
+        Ok(options)
     }
 
     /// Returns whether the adapter replaces the module of this path.

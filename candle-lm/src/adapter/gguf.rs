@@ -104,8 +104,12 @@ pub fn export_gguf(files: &Files, adapter: &Path, path: &Path) -> Result<()> {
         );
     }
     let weights = weights_of(adapter)?;
+    ensure!(
+        config.target_parameters.is_empty(),
+        "target_parameters names experts, whose factors are not written for llama.cpp: merge the adapter"
+    );
     // All tensors must be those of the config.
-    named(&config, "exported", files, rows::open(&weights, &files.config)?.rename(known_name)?)
+    named(&config, "exported", files, rows::open(&weights, &files.config, ("exported", &config))?)
         .with_context(|| format!("{}", weights.display()))?;
     let tensors = candle_core::safetensors::load(&weights, &Device::Cpu)?;
     let tensors: HashMap<String, Tensor> =

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use safetensors::{Dtype, View};
 
 use super::config::ModuleKind;
-use super::{AdapterConfig, entries, in_layout_of_peft, named, rows, weights_of};
+use super::{AdapterConfig, entries, experts, in_layout_of_peft, named, rows, weights_of};
 use crate::config::Config;
 use crate::config::tensors::{CHOICE_BIAS, ExpertStack};
 use crate::dtype::DTypeName;
@@ -31,6 +31,8 @@ pub(crate) struct MergedAdapter {
     weights: std::sync::Arc<Weights>,
     /// The factors of each layer, by its path.
     changed: BTreeMap<String, LayerFactors>,
+    /// The options, and the path of `A`, of each tensor of experts that it changes.
+    experts: BTreeMap<String, (LoraOptions, String)>,
     /// The names of tensors that it replaces.
     replaced: Vec<String>,
     /// Whether the model's table and its output layer are one, and whether they become two.
@@ -58,10 +60,16 @@ impl MergedAdapter {
     fn of(folder: &Path, files: &Files) -> Result<Self> {
         let config = AdapterConfig::read(folder)?;
         let path = weights_of(folder)?;
-        let weights = rows::open(&path, &files.config)?.rename(super::known_name)?;
+        let weights = rows::open(&path, &files.config, (NAME, &config))?;
         let (_, weights) =
             named(&config, NAME, files, weights).with_context(|| format!("{}", path.display()))?;
         let (_, entries, modules) = entries(NAME, &config, files)?;
+        let mut experts = BTreeMap::new();
+        for module in experts::modules(&config, &files.config)? {
+            for part in &module.parts {
+                experts.insert(part.clone(), (module.options.clone(), module.first().to_owned()));
+            }
+        }
         let mut changed = BTreeMap::new();
         let mut is_untied = false;
         for entry in &entries {
@@ -83,14 +91,37 @@ impl MergedAdapter {
         let parts = modules.iter().flat_map(|module| &module.parts).map(|(part, _)| part);
         let replaced = parts.flat_map(|part| [format!("{part}.weight"), format!("{part}.bias")]).collect();
         let is_tied = files.config.tie_word_embeddings;
-        Ok(Self { weights: weights.into(), changed, replaced, is_tied, is_untied })
+        Ok(Self { weights: weights.into(), changed, experts, replaced, is_tied, is_untied })
     }
 
     /// Whether a tensor of the model is another one than before.
     pub(crate) fn changes(&self, name: &str) -> bool {
         let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
         self.changed.get(module).is_some_and(|factors| factors.options.bias || !name.ends_with(".bias"))
+            || self.experts.contains_key(name)
             || self.replaced.iter().any(|replaced| replaced == name)
+    }
+
+    /// Returns the tensor `[rows, columns]` of one expert of the model with what the adapter adds, in f32.
+    ///
+    /// # Errors
+    /// Those of [`read`](Self::read).
+    pub(crate) fn read_expert(
+        &self,
+        files: &Files,
+        name: &str,
+        expert: usize,
+        [rows, columns]: [usize; 2],
+    ) -> Result<Tensor> {
+        let read = |weights: &Weights, name: &str, [rows, columns]: [usize; 2]| -> Result<Tensor> {
+            let block = [expert..expert + 1, 0..rows, 0..columns];
+            Ok(weights.read_block(name, &block, &Device::Cpu)?.squeeze(0)?.to_dtype(DType::F32)?)
+        };
+        let base = read(&files.weights, name, [rows, columns])?;
+        let Some((options, first)) = self.experts.get(name) else { return Ok(base) };
+        let a = read(&self.weights, &format!("{first}.lora_A.{NAME}.weight"), [options.rank, columns])?;
+        let b = read(&self.weights, &format!("{name}.lora_B.{NAME}.weight"), [rows, options.rank])?;
+        finite(name, (base + (b.matmul(&a)? * options.scale())?)?)
     }
 
     /// Returns a tensor `[rows, ..]` of the model with what the adapter adds, in f32.
@@ -104,6 +135,10 @@ impl MergedAdapter {
         };
         if self.replaced.iter().any(|replaced| replaced == name) {
             return whole(&self.weights, name, shape);
+        }
+        if let (true, [experts, rows, columns]) = (self.experts.contains_key(name), shape) {
+            let one = |expert| self.read_expert(files, name, expert, [*rows, *columns]);
+            return Ok(Tensor::stack(&(0..*experts).map(one).collect::<Result<Vec<_>>>()?, 0)?);
         }
         // The output layer of a tied model is the table.
         let is_table = self.is_tied && name == "lm_head.weight";
@@ -136,16 +171,21 @@ impl MergedAdapter {
                 }
             }
         };
-        // Infinite numbers and those that are none stay, times zero.
-        let is_finite = (&sum * 0.0)?.sum_all()?.to_scalar::<f32>()? == 0.0;
-        ensure!(is_finite, "{name:?} is not finite with the adapter");
-        Ok(sum)
+        finite(name, sum)
     }
 
     /// The config of the model with the adapter.
     pub(crate) fn config(&self, config: &Config) -> Config {
         Config { tie_word_embeddings: config.tie_word_embeddings && !self.is_untied, ..config.clone() }
     }
+}
+
+/// Refuses a sum with numbers that are none.
+fn finite(name: &str, sum: Tensor) -> Result<Tensor> {
+    // Infinite numbers and those that are none stay, times zero.
+    let is_finite = (&sum * 0.0)?.sum_all()?.to_scalar::<f32>()? == 0.0;
+    ensure!(is_finite, "{name:?} is not finite with the adapter");
+    Ok(sum)
 }
 
 const TABLE: &str = "model.embed_tokens.weight";
@@ -174,11 +214,7 @@ impl MergedTensor<'_> {
     fn compute(&self) -> Result<Vec<u8>> {
         let part = |MergedPart { name, shape, expert }: &MergedPart| match expert {
             None => self.adapter.read(self.files, name, shape),
-            Some(expert) => {
-                let block = [*expert..expert + 1, 0..shape[1], 0..shape[2]];
-                let read = self.files.weights.read_block(name, &block, &Device::Cpu)?;
-                Ok(read.squeeze(0)?.to_dtype(DType::F32)?)
-            }
+            Some(expert) => self.adapter.read_expert(self.files, name, *expert, [shape[1], shape[2]]),
         };
         let parts = self.parts.iter().map(part).collect::<Result<Vec<_>>>()?;
         let made = self.stack.as_ref().map_or_else(|| Tensor::cat(&parts, 0), |stack| stack.join(&parts))?;

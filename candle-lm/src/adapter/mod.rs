@@ -1,6 +1,7 @@
 //! Adapters of models: PEFT's files, and which of a model's layers they change.
 
 mod config;
+mod experts;
 mod gguf;
 mod merge;
 mod modules;
@@ -15,6 +16,7 @@ use candle_core::Device;
 use candle_shard::nn::{Adapter, LoraOptions};
 use candle_shard::{Weights, regular};
 
+use config::ends_with_module;
 pub use config::{AdapterConfig, CONFIG, ModuleKind, TargetModules};
 pub use gguf::export_gguf;
 pub(crate) use merge::MergedAdapter;
@@ -22,7 +24,7 @@ pub use merge::{merge, merge_gguf};
 pub use modules::{LayerModule, modules};
 pub(crate) use save::save;
 
-use crate::config::wrapper;
+use crate::config::{Config, wrapper};
 use crate::files::Files;
 
 /// The file of the tensors in the folder of an adapter, and its name without the end.
@@ -54,7 +56,7 @@ pub(crate) fn open(name: &str, at: &Path, files: &Files) -> Result<Adapter> {
         let config = AdapterConfig::read(folder)?;
         let path = weights_of(folder)?;
         let opened = || {
-            let weights = rows::open(&path, &files.config)?.rename(known_name)?;
+            let weights = rows::open(&path, &files.config, (name, &config))?;
             let (adapter, weights) = named(&config, name, files, weights)?;
             anyhow::Ok(adapter.from_weights(weights))
         };
@@ -79,7 +81,7 @@ fn in_layout_of_peft<R>(at: &Path, files: &Files, f: impl FnOnce(&Path) -> Resul
 /// If an entry of the config names no module of the model, which is then named.
 pub fn fresh(name: &str, config: &AdapterConfig, files: &Files) -> Result<(Adapter, AdapterConfig)> {
     let modules = modules(&files.config);
-    let config = config.resolved(&modules);
+    let config = with_experts(&config.resolved(&modules), &modules, &files.config)?;
     if let TargetModules::Suffixes(targets) = &config.targets {
         for target in targets {
             let one = AdapterConfig {
@@ -108,6 +110,32 @@ pub fn fresh(name: &str, config: &AdapterConfig, files: &Files) -> Result<(Adapt
     Ok((entries(name, &config, files)?.0, config))
 }
 
+/// The config with targets that are parameters of experts, and no modules, in their own list, as PEFT wants them.
+fn with_experts(config: &AdapterConfig, modules: &[LayerModule], model: &Config) -> Result<AdapterConfig> {
+    let TargetModules::Suffixes(targets) = &config.targets else { return Ok(config.clone()) };
+    let of_one = |target: &String| {
+        if modules.iter().any(|module| ends_with_module(&module.path, target)) {
+            return false;
+        }
+        let one = AdapterConfig {
+            options: LoraOptions::new(config.options.rank),
+            target_parameters: vec![target.clone()],
+            layers: None,
+            ..config.clone()
+        };
+        experts::modules(&one, model).is_ok_and(|found| !found.is_empty())
+    };
+    let (parameters, targets): (Vec<String>, Vec<String>) = targets.iter().cloned().partition(of_one);
+    let target_parameters = [&config.target_parameters[..], &parameters].concat();
+    let config =
+        AdapterConfig { target_parameters, targets: TargetModules::Suffixes(targets), ..config.clone() };
+    ensure!(
+        config.target_parameters.is_empty() || config.options.dropout == 0.0,
+        "factors of experts have no dropout: leave it out, or the experts"
+    );
+    Ok(config)
+}
+
 /// The name and shape of each tensor of an adapter, as layers build them.
 ///
 /// # Errors
@@ -133,6 +161,8 @@ pub(crate) fn tensors(
             }
         }
     }
+    let experts = experts::modules(config, &files.config)?;
+    tensors.extend(experts.iter().flat_map(|module| module.built(name)));
     for module in &replaced {
         for (part, rows) in &module.parts {
             tensors.push((format!("{part}.weight"), module.weight_shape(*rows)));
@@ -246,8 +276,17 @@ fn entries(
         }
         changed.push(AdaptedModule { module, options });
     }
+    let experts = experts::modules(config, &files.config)?;
+    for module in &experts {
+        let options = match &module.parts[..] {
+            [_] => module.options.clone(),
+            _ => module.options.clone().a_of(module.first()),
+        };
+        adapter =
+            module.parts.iter().fold(adapter, |adapter, part| adapter.with(part.as_str(), options.clone()));
+    }
     ensure!(
-        !(changed.is_empty() && replaced.is_empty()),
+        !(changed.is_empty() && replaced.is_empty() && experts.is_empty()),
         "the model has no module that the adapter names: target_modules is {}",
         config.to_json()["target_modules"]
     );
@@ -326,6 +365,8 @@ fn named(config: &AdapterConfig, name: &str, files: &Files, weights: Weights) ->
             }
         }
     }
+    let experts = experts::modules(config, &files.config)?;
+    made.extend(experts.iter().flat_map(|module| module.built(name)).map(|(tensor, _)| tensor));
     let replaced = replaced.iter().flat_map(|module| &module.parts);
     made.extend(replaced.map(|(part, _)| format!("{part}.weight")));
     let others: Vec<&str> =

@@ -7,6 +7,7 @@ use anyhow::Result;
 use candle_core::{Device, Tensor};
 use candle_shard::Weights;
 
+use super::{AdapterConfig, experts, known_name};
 use crate::config::Config;
 
 /// How many heads the rows of a module have, if it is one of queries or keys whose pairs are moved.
@@ -41,22 +42,25 @@ pub(super) fn permuted(config: &Config, path: &str, tensor: &Tensor, back: bool)
     Ok(turned.reshape(tensor.dims())?)
 }
 
-/// Opens the weights of an adapter with the rows in the order of the model.
+/// Opens the weights of the adapter `name` with the rows in the order of the model, and each expert by itself.
 ///
 /// # Errors
-/// If a file cannot be read or written.
-pub(super) fn open(path: &Path, config: &Config) -> Result<Weights> {
-    let opened = Weights::open(path)?;
-    if !are_turned(config) {
-        return Ok(opened);
+/// If a file cannot be read or written, or factors of experts are not those of the config.
+pub(super) fn open(path: &Path, config: &Config, (name, adapter): (&str, &AdapterConfig)) -> Result<Weights> {
+    let experts = experts::modules(adapter, config)?;
+    if !are_turned(config) && experts.is_empty() {
+        return Ok(Weights::open(path)?.rename(known_name)?);
     }
+    let adapter = name;
     let mut tensors = HashMap::new();
     for (name, tensor) in candle_core::safetensors::load(path, &Device::Cpu)? {
         let (module, end) = name.rsplit_once(".lora_").unwrap_or((&name, ""));
         let has_rows = end.starts_with("B.") || end.starts_with("magnitude_vector");
+        let has_rows = has_rows && are_turned(config);
         let tensor = if has_rows { permuted(config, module, &tensor, false)? } else { tensor };
-        tensors.insert(name, tensor);
+        tensors.insert(known_name(&name), tensor);
     }
+    experts.iter().try_for_each(|module| module.unstack(adapter, &mut tensors))?;
     // The open file is read, whatever becomes of its name.
     let scratch = tempfile::tempdir()?;
     let path = scratch.path().join("adapter.safetensors");

@@ -11,7 +11,7 @@ use candle_shard::{Placements, Replicate};
 use serde_json::to_vec_pretty;
 
 use super::config::{AdapterConfig, CONFIG, ModuleKind};
-use super::{FILE, LINEAR, PREFIX, TABLE, TRAINED, entries, rows};
+use super::{FILE, LINEAR, PREFIX, TABLE, TRAINED, entries, experts, rows};
 use crate::agree::agreed;
 use crate::files::Files;
 use crate::train::{folder, stage_files};
@@ -65,6 +65,19 @@ fn stored(config: &AdapterConfig, files: &Files, parameters: &Parameters) -> Res
                     if is_turned { as_in_transformers(files, &module.path, &tensor)? } else { tensor };
                 tensors.push((format!("{PREFIX}{}.{stored}", module.path), tensor));
             }
+        }
+    }
+    for module in experts::modules(config, &files.config)? {
+        let parts = module.built(TRAINED).into_iter().filter_map(|(name, _)| left.remove(&name));
+        let parts: Vec<DTensor> = parts.collect();
+        let Some(first) = parts.first() else { continue };
+        let whole = Placements::from_elem(Replicate, first.mesh().ndim());
+        let local = |part: &DTensor| Ok(part.detach().redistribute(&whole)?.to_local().clone());
+        let locals = parts.iter().map(local).collect::<Result<Vec<_>>>()?;
+        for (name, tensor) in module.stack(&locals)? {
+            let dims = tensor.dims().to_vec();
+            tensors
+                .push((format!("{PREFIX}{name}"), DTensor::from_local(tensor, first.mesh(), &whole, dims)?));
         }
     }
     for module in &replaced {

@@ -85,13 +85,14 @@ mod tests {
     use super::{RankOrder, WORDS};
     use crate::step::{DecodeStep, SlotPast};
     use candle_dist::World;
+    use candle_shard::nn::RowAdapters;
 
     #[test]
     fn all_ranks_get_orders_of_any_length() {
         let mut orders = vec![RankOrder::Wait, RankOrder::End];
-        for tokens in [1, WORDS - 9, WORDS - 8, WORDS - 7, 1000] {
+        for tokens in [1, WORDS - 10, WORDS - 9, WORDS - 8, 1000] {
             let mut step = DecodeStep::default();
-            step.push_behind(3, SlotPast::Nothing, &vec![u32::MAX; tokens], 1);
+            step.push_behind(3, SlotPast::Nothing, &vec![u32::MAX; tokens], 1, RowAdapters::One(7));
             orders.push(RankOrder::Compute(step));
         }
         let got = World::threads(2).run(|ctx| -> anyhow::Result<Vec<RankOrder>> {

@@ -66,6 +66,8 @@ pub struct ServeStatus {
     pub room: Option<usize>,
     /// The texts that can be written at once.
     pub slots: usize,
+    /// The adapters that requests may ask for.
+    pub adapters: usize,
     /// The bytes of all slots on all ranks, if all are full.
     pub cache_bytes: usize,
     /// The requests that have a slot.
@@ -353,6 +355,10 @@ impl QueueContents {
         if let Some(token) = named.copied().find(|&token| token as usize >= vocab_size) {
             return invalid(format!("token {token}: the model has {vocab_size} tokens"));
         }
+        let adapters = self.status.adapters;
+        if let Some(number) = request.adapter.filter(|&number| number >= adapters) {
+            return invalid(format!("adapter {number}: the model has {adapters}, from 0"));
+        }
         if let Some((token, bias)) = request.logit_bias.iter().find(|(_, bias)| !bias.is_finite()) {
             return invalid(format!("the bias {bias} of token {token} is no number"));
         }
@@ -461,7 +467,8 @@ mod tests {
         };
         assert_eq!(of(|r| r.prompt = vec![1; 100]), Some(SubmitError::TooLong { tokens: 100, room: 100 }));
         assert_eq!(of(|r| (r.prompt, r.max_tokens) = (vec![1; 100], 0)), None);
-        let refused: [fn(&mut ServeRequest); 8] = [
+        let refused: [fn(&mut ServeRequest); 9] = [
+            |r| r.adapter = Some(0),
             |r| r.prompt.clear(),
             |r| r.prompt.push(50),
             |r| r.logit_bias = [(50, 1.0)].into(),

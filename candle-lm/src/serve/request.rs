@@ -41,6 +41,8 @@ pub struct ServeRequest {
     pub constraint: Option<Box<dyn TokenConstraint>>,
     /// Prompts of unlike salts share no cache.
     pub cache_salt: u64,
+    /// The adapter of the text, by its number in [`Files::adapters`](crate::files::Files::adapters); `None` for the model itself.
+    pub adapter: Option<usize>,
     /// Who asks: requests of unlike clients take turns in the queue.
     pub client: u64,
 }
@@ -60,6 +62,7 @@ impl ServeRequest {
             deadline: None,
             constraint: None,
             cache_salt: 0,
+            adapter: None,
             client: 0,
         }
     }

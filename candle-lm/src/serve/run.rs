@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Tensor};
 use candle_dist::{ProcessGroup, RankContext};
+use candle_shard::nn::Adapter;
 use serde::{Deserialize, Serialize};
 
 use super::order::RankOrder;
@@ -16,6 +17,7 @@ use super::queue::{QueueMode, RequestQueue, ServeStatus};
 use super::request::{RequestError, TokenMask};
 use super::text::{RequestText, TextProgress};
 use crate::config::Config;
+use crate::config::tensors::EXPERTS;
 use crate::engine::{Engine, ModelOptions, Purpose};
 use crate::files::Files;
 use crate::generate::Stop;
@@ -98,12 +100,16 @@ pub struct ServeReport {
 /// Serves requests on all ranks, in `stages` stages, until the queue of rank 0 is drained or stopped. Every
 /// rank calls it; rank 0 gives the queue.
 ///
+/// Each request says which of the adapters of `files` its text has, if any. Texts with unlike adapters are
+/// computed in one pass.
+///
 /// A pass of the model computes the next token of each text and a chunk of the prompts of new ones. Rank 0
 /// decides what it has, tells all ranks, and chooses the tokens. An error of one request ends it alone. If a
 /// rank fails, all requests fail with its error.
 ///
 /// # Errors
-/// Those of [`Engine::new`], of [`ServeOptions::slots`] and of the model.
+/// Those of [`Engine::new`], of [`ServeOptions::slots`] and of the model; if an adapter has modules of its own in place
+/// of the model's.
 ///
 /// ```
 /// use std::time::Duration;
@@ -211,6 +217,18 @@ fn begin(
 ) -> Result<()> {
     let config = &files.config;
     let room = options.room(config);
+    if let Some(adapter) = files.adapters.iter().find(|adapter| adapter.trains_modules()) {
+        bail!(
+            "the adapter {:?} has modules in place of those of the model (modules_to_save), which texts without it need: merge it",
+            adapter.name()
+        );
+    }
+    if let Some(adapter) = files.adapters.iter().find(|adapter| changes_experts(adapter, config)) {
+        bail!(
+            "the adapter {:?} changes experts (target_parameters), which texts of a batch have in common: merge it",
+            adapter.name()
+        );
+    }
     let [slots, cache_bytes] = options.slots(config, ctx.world_size(), stages)?;
     let mut engine = Engine::new(ctx, stages, files, &options.held, Purpose::Write { slots, room })?;
     (report.load, report.bytes) = (engine.load, engine.bytes);
@@ -218,7 +236,13 @@ fn begin(
         return follow(ctx, &mut engine, report);
     }
     let queue = queue.0.context("rank 0 gives the queue of requests")?;
-    let status = ServeStatus { room: Some(room), slots, cache_bytes, ..ServeStatus::default() };
+    let status = ServeStatus {
+        room: Some(room),
+        slots,
+        cache_bytes,
+        adapters: files.adapters.len(),
+        ..ServeStatus::default()
+    };
     queue.open(status, config.vocab_size);
     let mut leader = Leader {
         queue,
@@ -233,6 +257,13 @@ fn begin(
         leader.fail(&RequestError::World(Arc::from(format!("{error:#}"))));
     }
     led
+}
+
+/// Whether an adapter changes the experts of a model.
+fn changes_experts(adapter: &Adapter, config: &Config) -> bool {
+    let layers = (0..config.num_hidden_layers).filter(|&layer| config.parts.experts(layer).is_some());
+    let paths = layers.flat_map(|layer| EXPERTS.map(|part| format!("model.layers.{layer}.{part}")));
+    paths.into_iter().any(|path| adapter.changes(&path))
 }
 
 /// Does what rank 0 says.

@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use anyhow::{Result, anyhow};
+use candle_shard::nn::RowAdapters;
 
 use super::queue::WaitingRequest;
 use super::request::{RequestError, ServeRequest, TokenConstraint, TokenLogprob, TokenMask};
@@ -74,7 +75,8 @@ impl RequestText {
             prompt: if wants_all { prompt.clone() } else { Vec::new() },
             prompt_logprobs: Vec::new(),
         };
-        NewText { prompt, salt: request.cache_salt, wants_all, carried }
+        let adapters = request.adapter.map_or(RowAdapters::Model, RowAdapters::One);
+        NewText { prompt, salt: request.cache_salt, adapters, wants_all, carried }
     }
 
     /// Whether nobody reads what is written.

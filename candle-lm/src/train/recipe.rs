@@ -27,6 +27,9 @@ pub struct Recipe {
     /// The β of direct preference optimization, if preferences are learned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dpo: Option<f64>,
+    /// How often the learning rate that of the factors `B` of an adapter is, if it is another one (LoRA+, Hayou et al. 2024).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lora_plus: Option<f64>,
     /// How replicas meet that train apart; without it they take each step together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub local: Option<LocalRecipe>,
@@ -99,6 +102,7 @@ impl Default for Recipe {
             dtype,
             seed: 0,
             dpo: None,
+            lora_plus: None,
             local: None,
         }
     }
@@ -132,6 +136,12 @@ impl Recipe {
             require!(
                 beta > 0.0 && (beta as f32).is_normal(),
                 "--dpo {beta} is not a positive number of 32 bits: try 0.1."
+            );
+        }
+        if let Some(ratio) = self.lora_plus {
+            require!(
+                ratio.is_finite() && ratio > 0.0,
+                "--lora-plus {ratio} is not a positive finite number: try 16."
             );
         }
         self.local.map_or(Ok(()), LocalRecipe::check)

@@ -17,7 +17,7 @@ use candle_nn::ParamsAdamW;
 use candle_pipe::microbatch::microbatch_sizes;
 use candle_pipe::{Pipeline, Runtime};
 use candle_shard::fsdp::FullyShardOptions;
-use candle_shard::nn::{AdamW, MeshVarBuilder, Parameter, Parameters};
+use candle_shard::nn::{AdamW, MeshVarBuilder, ParamGroup, Parameter, Parameters};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::data::BatchPart;
@@ -274,10 +274,20 @@ impl<'a> Trainer<'a> {
         // As Llama 2 was trained.
         let weight_decay = recipe.weight_decay;
         let params = ParamsAdamW { lr: recipe.rate.peak, beta1: 0.9, beta2: 0.95, eps: 1e-5, weight_decay };
-        let mut optimizer = match recipe.dtype {
-            DTypeName::F32 => AdamW::new(&parameters, params)?,
-            DTypeName::Bf16 | DTypeName::F16 => AdamW::with_master_weights(&parameters, params)?,
+        // As PEFT has it: factors `B`, magnitudes and what else has one dim. Tables have factors of other names.
+        let is_fast = |of: &Parameter| of.name.contains(".lora_B.") || of.tensor.dims().len() == 1;
+        let groups = match recipe.lora_plus {
+            None => vec![ParamGroup::new(&parameters, params)],
+            Some(ratio) => {
+                let (fast, slow) = parameters.partition(is_fast);
+                let raised = ParamsAdamW { lr: params.lr * ratio, ..params.clone() };
+                vec![ParamGroup::new(&slow, params), ParamGroup::new(&fast, raised)]
+            }
         };
+        let mut optimizer = AdamW::from_groups(groups.into_iter().map(|group| match recipe.dtype {
+            DTypeName::F32 => group,
+            DTypeName::Bf16 | DTypeName::F16 => group.with_master_weights(),
+        }))?;
         let own = local::load_own(job, &mesh, &parameters)?;
         if let Some(state) = own.as_ref().or(job.optimizer.as_ref()) {
             // The options are those of the recipe, which flags may have changed since.
@@ -397,7 +407,8 @@ impl<'a> Trainer<'a> {
             let numbers = [told(loss, is_lost), told(grad_norm, !is_lost)];
             self.progress.skip(step, numbers, self.job.skip_nonfinite)?;
         } else {
-            self.optimizer.set_learning_rate(rate)?;
+            let rates = [rate].into_iter().chain(self.job.recipe.lora_plus.map(|ratio| rate * ratio));
+            self.optimizer.set_learning_rates(&rates.collect::<Vec<_>>())?;
             match &self.update_norm {
                 Some(measured) => update_norm = Some(measured.step(&mut self.optimizer, &grads)?),
                 None => self.optimizer.step(&grads)?,

@@ -136,6 +136,18 @@ impl Adapter {
         &self.name
     }
 
+    /// Returns whether it has factors beside the module at this path.
+    pub fn changes(&self, path: &str) -> bool {
+        let path: Vec<&str> = path.split('.').collect();
+        let last = self.entries.iter().rev().find(|(pattern, _)| pattern.matches(&path));
+        last.is_some_and(|(_, options)| options.is_some())
+    }
+
+    /// Returns whether it has modules that are [trained](Self::train) in place of those of the model.
+    pub fn trains_modules(&self) -> bool {
+        !self.trained.is_empty()
+    }
+
     /// Returns the files of its parameters, if it does not begin with fresh ones.
     pub(crate) fn weights(&self) -> Option<&Arc<Weights>> {
         self.weights.as_ref()

@@ -240,10 +240,7 @@ impl FusedQkv {
         let sizes = self.style.cut(self.width, ranks);
         let shared = SharedHeads { heads: self.heads, axis: self.style.axis, sizes };
         let y = shared.project(x, weight, bias.as_ref())?;
-        match adapters.sum_by(x, &|x, weight, bias| shared.project(x, weight, bias))? {
-            Some(added) => y.add(&added),
-            None => Ok(y),
-        }
+        adapters.add_by(y, x, &|x, weight, bias| shared.project(x, weight, bias))
     }
 }
 

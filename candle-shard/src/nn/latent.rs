@@ -1,4 +1,5 @@
 //! Keys and values that are made of latents.
+use crate::nn::lora::AdapterScope;
 use crate::nn::{Linear, MeshVarBuilder, Width};
 use crate::{DTensor, Error, Placements, Replicate, Result};
 use candle_core::Tensor;
@@ -113,8 +114,10 @@ impl LatentProjection {
     /// If shapes do not agree.
     #[track_caller]
     pub fn absorb(&self, query: &DTensor) -> Result<DTensor> {
-        let keys = self.of_heads()?.narrow(1, 0, self.heads.key)?;
-        DTensor::einsum("bhtk,hkc->bhtc", &[query, &keys])
+        AdapterScope::by_rows([query], 2, |[query]| {
+            let keys = self.of_heads()?.narrow(1, 0, self.heads.key)?;
+            DTensor::einsum("bhtk,hkc->bhtc", &[query, &keys])
+        })
     }
 
     /// Returns the values `[batch, tokens, heads, value]` of mixtures `[batch, tokens, heads, latent]` of latents.
@@ -124,7 +127,9 @@ impl LatentProjection {
     #[track_caller]
     pub fn values(&self, mixed: &DTensor) -> Result<DTensor> {
         let LatentHeads { key, value, .. } = self.heads;
-        DTensor::einsum("bthc,hvc->bthv", &[mixed, &self.of_heads()?.narrow(1, key, value)?])
+        AdapterScope::by_rows([mixed], 1, |[mixed]| {
+            DTensor::einsum("bthc,hvc->bthv", &[mixed, &self.of_heads()?.narrow(1, key, value)?])
+        })
     }
 
     /// The weight `[heads, key + value, latent]`, with what running adapters change.

@@ -50,7 +50,7 @@ pub use group_norm::{GroupNorm, group_norm};
 pub use kv_cache::{KvCache, LatentCache, RotatingKvCache, TextCache, TextTokens};
 pub use latent::{LatentHeads, LatentProjection};
 pub use linear::Linear;
-pub use lora::{ActiveAdapters, AdapterWeight};
+pub use lora::{ActiveAdapters, AdapterWeight, RowAdapters};
 pub use mode::Mode;
 pub use module::{Module, ModuleT};
 pub use moe::{ExpertGate, ExpertGroups, Load, MoE, MoEConfig, MoEOutput, Scores};

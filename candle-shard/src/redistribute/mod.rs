@@ -80,30 +80,31 @@ impl DTensor {
 
     /// Runs these moves, which were derived for a tensor with the same layout.
     pub(crate) fn moved(&self, moves: &[Move]) -> Result<Self> {
-        moves.iter().try_fold(self.clone(), |at, next| at.take_move(next))
-    }
-
-    fn take_move(&self, next: &Move) -> Result<Self> {
-        let axes = axes_of(&next.axes);
-        match next.step {
-            Step::Identity => {
-                let renamed = Self::assemble(self.to_local().clone(), next.spec.clone(), next.varying);
-                return Ok(renamed.made_locally_of(self).aliasing(self).moved_from(self, axes));
-            }
-            Step::ToVarying => return self.varying_view(next.axes[0]),
-            _ => {}
+        let mut now = self.clone();
+        for next in moves {
+            let axes = axes_of(&next.axes);
+            let make = || {
+                let group = now.described(now.group_of(&next.axes)?, axes);
+                let local = next.step.apply(now.to_local(), &group)?;
+                let made = Self::assemble(local, next.spec.clone(), next.varying).moved_from(&now, axes);
+                Ok(match (&next.step, &next.axes[..]) {
+                    (Step::AllGather { varying: false, .. }, &[axis]) => made.gathered_from(&now, axis),
+                    _ => made,
+                })
+            };
+            now = match next.step {
+                Step::Identity => {
+                    let renamed = Self::assemble(now.to_local().clone(), next.spec.clone(), next.varying);
+                    renamed.made_locally_of(&now).aliasing(&now).moved_from(&now, axes)
+                }
+                Step::ToVarying => now.varying_view(next.axes[0])?,
+                _ if next.kept => {
+                    now.kept_move((axes, next.spec.placements()[next.axes[0]], next.varying), make)?
+                }
+                _ => make()?,
+            };
         }
-        let make = || {
-            let group = self.described(self.group_of(&next.axes)?, axes);
-            let local = next.step.apply(self.to_local(), &group)?;
-            let made = Self::assemble(local, next.spec.clone(), next.varying).moved_from(self, axes);
-            Ok(match (&next.step, &next.axes[..]) {
-                (Step::AllGather { varying: false, .. }, &[axis]) => made.gathered_from(self, axis),
-                _ => made,
-            })
-        };
-        let to = next.spec.placements()[next.axes[0]];
-        if next.kept { self.kept_move((axes, to, next.varying), make) } else { make() }
+        Ok(now)
     }
 
     /// Returns the group of ranks whose coordinates differ only on these axes.

@@ -112,23 +112,11 @@ pub(crate) fn run(
     signature: impl Fn() -> Result<Signature>,
     local: impl Fn(&[DTensor], &Spec) -> Result<Tensor>,
 ) -> Result<DTensor> {
-    run_one(op, attributes, inputs, &signature, &local)
+    let local: LocalCompute<'_> = &|x, outs| Ok(smallvec![local(x, &outs[0])?]);
+    Ok(run_all(op, attributes, inputs, &signature, local)?.remove(0))
 }
 
-/// [`run`] without the types of the closures, so that it is compiled once for all ops.
-#[track_caller]
-fn run_one(
-    op: &'static str,
-    attributes: &[usize],
-    inputs: &[&DTensor],
-    signature: &dyn Fn() -> Result<Signature>,
-    local: &dyn Fn(&[DTensor], &Spec) -> Result<Tensor>,
-) -> Result<DTensor> {
-    let mut made = run_all(op, attributes, inputs, signature, &|x, outs| Ok(smallvec![local(x, &outs[0])?]))?;
-    Ok(made.remove(0))
-}
-
-/// Like [`run`], for signatures with several outputs.
+/// Like [`run`], for signatures with several outputs. It is compiled once for all ops.
 #[track_caller]
 pub(crate) fn run_all(
     op: &'static str,
@@ -137,8 +125,9 @@ pub(crate) fn run_all(
     signature: &dyn Fn() -> Result<Signature>,
     local: LocalCompute<'_>,
 ) -> Result<SmallVec<[DTensor; 1]>> {
-    let local = |x: &[DTensor], outs: &[Arc<Spec>]| where_possible(x, |x| local(x, outs));
-    run_with(op, attributes, inputs, &|| OpSpec::new(op, inputs, signature()?), &local)
+    let op_spec: &dyn Fn() -> Result<OpSpec> = &|| OpSpec::new(op, inputs, signature()?);
+    let local: LocalCompute<'_> = &|x, outs| where_possible(x, |x| local(x, outs));
+    run_known((op, None), attributes, inputs, op_spec, local)
 }
 
 /// The local computation of an op, from the inputs as laid out and the specs of the outputs.

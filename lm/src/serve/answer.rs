@@ -53,12 +53,12 @@ const NEVER: f32 = -9999.0;
 impl AnswerFrame {
     pub(super) fn new(
         kind: AnswerKind,
-        model: &'static ServedModel,
+        model: &'static ServedModelName,
         (prompt_tokens, texts_of_prompt): (usize, usize),
     ) -> Self {
         let prefix = if kind == AnswerKind::Chat { "chatcmpl" } else { "cmpl" };
         let created = jiff::Timestamp::now().as_second().unsigned_abs();
-        Self { kind, id: fresh_id(prefix), created, model: &model.name, prompt_tokens, texts_of_prompt }
+        Self { kind, id: fresh_id(prefix), created, model, prompt_tokens, texts_of_prompt }
     }
 
     fn object(&self, streams: bool) -> &'static str {

@@ -89,15 +89,16 @@ impl ApiError {
     }
 
     /// There is no such model.
-    pub(super) fn no_model(wanted: &str, name: &str) -> Self {
+    pub(super) fn no_model<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Self {
         let wanted: String = wanted.chars().take(200).collect();
+        let names: Vec<String> = names.map(|name| format!("{name:?}")).collect();
         Self {
             code: Some("model_not_found"),
             param: Some("model".into()),
             ..Self::new(
                 StatusCode::NOT_FOUND,
                 INVALID,
-                format!("The model {wanted:?} does not exist: this server has {name:?}."),
+                format!("The model {wanted:?} does not exist: this server has {}.", names.join(", ")),
             )
         }
     }

@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
+use candle_lm::InputError;
 use candle_lm::chat::ChatTemplate;
 use candle_lm::files::Files;
 use candle_lm::tokens;
@@ -18,6 +19,8 @@ use super::vocabulary::{self, TokenText};
 pub struct ServedModel {
     /// The name that clients ask for.
     pub name: String,
+    /// The names for which they get the model with the adapter of this place.
+    pub(super) adapters: Vec<String>,
     /// When it was opened, in seconds since 1970.
     pub(super) created: u64,
     pub(super) tokenizer: Tokenizer,
@@ -52,12 +55,34 @@ impl ServedModel {
     /// The model of these files. What ends a turn of its template ends texts too, from now on.
     ///
     /// # Errors
-    /// If the tokenizer or the template cannot be read. A model without a template writes texts alone.
+    /// If the tokenizer or the template cannot be read, or an adapter is named as the model. A model without a template writes texts alone.
     pub fn new(name: &str, files: &mut Files) -> Result<Self> {
         let tokenizer = files.tokenizer()?;
         let template = files.find_chat_template()?;
         files.ends.extend(template.as_ref().and_then(|template| template.end_of_turn(&tokenizer)));
-        Ok(Self::of_parts(name, tokenizer, template, files.config.vocab_size, &files.ends))
+        let model = Self::of_parts(name, tokenizer, template, files.config.vocab_size, &files.ends);
+        let adapters: Vec<String> = files.adapters.iter().map(|adapter| adapter.name().to_owned()).collect();
+        if adapters.iter().any(|adapter| adapter == name) {
+            bail!(InputError(format!(
+                "--adapter {name}=..: the model has this name too; give the adapter another one, or the model by --name."
+            )));
+        }
+        Ok(model.with_adapters(adapters))
+    }
+
+    /// The model, which has adapters of these names too.
+    pub fn with_adapters(self, adapters: Vec<String>) -> Self {
+        Self { adapters, ..self }
+    }
+
+    /// What clients call the model, and the model with each adapter.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        std::iter::once(&self.name).chain(&self.adapters).map(String::as_str)
+    }
+
+    /// The name of the model with an adapter, or without.
+    pub(super) fn name_with(&self, adapter: Option<usize>) -> &str {
+        adapter.and_then(|adapter| self.adapters.get(adapter)).unwrap_or(&self.name)
     }
 
     /// A model of `vocab_size` logits with this tokenizer, whose texts end with one of `ends`.
@@ -74,6 +99,7 @@ impl ServedModel {
             added.into_iter().filter(|(_, token)| token.special && MARKERS.contains(&&*token.content));
         Self {
             name: name.to_owned(),
+            adapters: Vec::new(),
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             longest_token: texts.iter().map(|token| token.bytes.len()).max().unwrap_or(1).max(1),
             calls: template.as_ref().and_then(CallFormat::of),

@@ -49,6 +49,7 @@ pub(super) struct Parameters {
     ignore_eos: bool,
     deadline: Instant,
     salt: u64,
+    adapter: Option<usize>,
     client: u64,
     /// The texts for each prompt.
     pub(super) count: usize,
@@ -67,7 +68,7 @@ impl Parameters {
         logprobs: Option<usize>,
         (model, limits, client, arrival): (&ServedModel, &ServeLimits, &Client, Instant),
     ) -> ApiResult<Self> {
-        check_model(fields, model)?;
+        let adapter = check_model(fields, model)?;
         fields.refuse(&["chat_template"], "templates are the model's")?;
         fields.refuse(
             &["use_beam_search", "guided_json", "guided_regex", "guided_choice", "guided_grammar"],
@@ -105,6 +106,7 @@ impl Parameters {
             ignore_eos: fields.flag("ignore_eos")?.unwrap_or(false),
             deadline: arrival + limits.time,
             salt: client.salt ^ cache_salt(fields)?,
+            adapter,
             client: client.salt,
             count,
             most: limit,
@@ -144,18 +146,18 @@ impl Parameters {
             logprobs: self.logprobs,
             deadline: Some(self.deadline),
             cache_salt: self.salt,
+            adapter: self.adapter,
             client: self.client,
             ..ServeRequest::new(prompt, most)
         }
     }
 }
 
-/// Refuses another model than the one that is here. A request that names none means it.
-pub(super) fn check_model(fields: &Fields, model: &ServedModel) -> ApiResult<()> {
-    match fields.text("model")? {
-        Some(wanted) if wanted != model.name => Err(ApiError::no_model(wanted, &model.name)),
-        _ => Ok(()),
-    }
+/// The adapter that a request asks for by the name of its model. A request that names none means the model itself.
+pub(super) fn check_model(fields: &Fields, model: &ServedModel) -> ApiResult<Option<usize>> {
+    let Some(wanted) = fields.text("model")?.filter(|wanted| *wanted != model.name) else { return Ok(None) };
+    let adapter = model.adapters.iter().position(|name| name == wanted);
+    adapter.map(Some).ok_or_else(|| ApiError::no_model(wanted, model.names()))
 }
 
 /// A seed for who does not give one.

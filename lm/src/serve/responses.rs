@@ -6,6 +6,7 @@ use super::answer::{AnswerKind, AnswerPlan, fresh_id};
 use super::api_error::{ApiError, ApiResult};
 use super::chat;
 use super::fields::{Fields, wrong};
+use super::parameters::check_model;
 use super::prep::RequestContext;
 
 /// What a client asks for to be told log-probabilities.
@@ -58,6 +59,7 @@ fn echo(fields: &Fields, context: &RequestContext<'_>) -> ApiResult<Value> {
     let given = |name: &str, default: Value| fields.get(name).cloned().unwrap_or(default);
     let format = fields.object("text")?.and_then(|text| text.get("format")).cloned();
     let effort = fields.object("reasoning")?.and_then(|reasoning| reasoning.get("effort")).cloned();
+    let model = context.model.name_with(check_model(fields, context.model)?);
     Ok(json!({
         "id": fresh_id("resp").replace('-', "_"),
         "object": "response",
@@ -70,7 +72,7 @@ fn echo(fields: &Fields, context: &RequestContext<'_>) -> ApiResult<Value> {
         "instructions": given("instructions", Value::Null),
         "max_output_tokens": given("max_output_tokens", Value::Null),
         "metadata": given("metadata", json!({})),
-        "model": context.model.name,
+        "model": model,
         "output": [],
         "parallel_tool_calls": given("parallel_tool_calls", json!(true)),
         "previous_response_id": null,

@@ -193,13 +193,18 @@ async fn metrics(State(state): FrontHandle) -> Response<Body> {
     of_type("text/plain; version=0.0.4; charset=utf-8", text)
 }
 
-fn model_object(state: &FrontState) -> Value {
-    let ServedModel { name, created, .. } = state.model;
-    json!({"id": name, "object": "model", "created": created, "owned_by": "candle-lm", "max_model_len": state.queue.status().room})
+fn model_object(state: &FrontState, name: &str) -> Value {
+    let ServedModel { name: base, created, .. } = state.model;
+    let parent = (name != base).then_some(base);
+    json!({
+        "id": name, "object": "model", "created": created, "owned_by": "candle-lm", "parent": parent,
+        "max_model_len": state.queue.status().room,
+    })
 }
 
 async fn models(State(state): FrontHandle) -> Response<Body> {
-    answer::json(StatusCode::OK, &json!({"object": "list", "data": [model_object(&state)]}))
+    let all: Vec<Value> = state.model.names().map(|name| model_object(&state, name)).collect();
+    answer::json(StatusCode::OK, &json!({"object": "list", "data": all}))
 }
 
 async fn model(
@@ -209,8 +214,10 @@ async fn model(
 ) -> Response<Body> {
     // What is no UTF-8 is the name of no model.
     match id {
-        Ok(Path(id)) if id == state.model.name => answer::json(StatusCode::OK, &model_object(&state)),
-        Ok(Path(id)) => ApiError::no_model(&id, &state.model.name).response(),
+        Ok(Path(id)) if state.model.names().any(|name| name == id) => {
+            answer::json(StatusCode::OK, &model_object(&state, &id))
+        }
+        Ok(Path(id)) => ApiError::no_model(&id, state.model.names()).response(),
         Err(_) => ApiError::no_route(uri.path()).response(),
     }
 }
@@ -365,6 +372,7 @@ async fn texts(state: &FrontState, record: &mut RequestRecord, plan: AnswerPlan)
         plan;
     let includes_usage = plan.includes_usage;
     let tells_tokens = plans.first().is_some_and(|plan| plan.request.logprobs.is_some());
+    let name = model.name_with(plans.first().and_then(|plan| plan.request.adapter));
     record.begin(prompt_tokens);
     let mut choices = Vec::new();
     for (index, plan) in plans.into_iter().enumerate() {
@@ -373,7 +381,7 @@ async fn texts(state: &FrontState, record: &mut RequestRecord, plan: AnswerPlan)
         let events = state.queue.submit(request).map_err(|error| ApiError::of_submit(error, param))?;
         choices.push(Choice::new(index, model, events, plan));
     }
-    let frame = AnswerFrame::new(kind, model, (prompt_tokens, texts_of_prompt));
+    let frame = AnswerFrame::new(kind, name, (prompt_tokens, texts_of_prompt));
     let responds = response.map(|response| ResponseWriter::new(model, response, prompt_tokens, tells_tokens));
     if streams {
         // What fails before its first token is no stream.

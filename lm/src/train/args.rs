@@ -56,6 +56,10 @@ pub struct TrainArgs {
     #[arg(long, value_name = "BETA", num_args = 0..=1, default_missing_value = "0.1", requires = "data")]
     pub dpo: Option<f64>,
 
+    /// Learn the factors B of the adapter of --lora at RATIO times the learning rate (LoRA+), and magnitudes too
+    #[arg(long, value_name = "RATIO", allow_negative_numbers = true, requires = "train")]
+    pub lora_plus: Option<f64>,
+
     /// Optimizer steps, including those before --resume [default: 100]; after the end of a decay the learning rate
     /// stays constant, unless --decay is given
     #[arg(long, value_name = "N", requires = "train")]
@@ -263,6 +267,7 @@ impl TrainArgs {
             dtype: dtype.unwrap_or(base.dtype),
             seed: seed.unwrap_or(base.seed),
             dpo: self.dpo.or(base.dpo),
+            lora_plus: self.lora_plus.or(base.lora_plus),
             local: self.local(base.local)?,
         };
         recipe.check().map_err(refusal)?;

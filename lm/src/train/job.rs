@@ -96,6 +96,12 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
     if let (Some(saved), None) = (saved, flags.decay) {
         recipe.rate = recipe.rate.after(&saved.rate, start);
     }
+    if recipe.lora_plus.is_some() && lora.is_none() {
+        return Err(UsageError(
+            "--lora-plus is for the factors of an adapter: give --lora too, or leave it out.".into(),
+        )
+        .into());
+    }
     job::check(&folder, &files, lora.is_some(), &recipe, start)?;
     opened::check_ranks(args, &files)?;
     flags.check_batch(&recipe, args.ep)?;

@@ -4,12 +4,14 @@ mod converter;
 mod data_parallel;
 mod dependencies;
 mod floors;
+mod functions;
 mod mix;
 mod mlp;
 mod processes;
 mod prove;
 mod reference;
 mod set_ups;
+mod surface;
 mod thread_locals;
 mod transformer;
 

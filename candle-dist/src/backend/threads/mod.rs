@@ -121,9 +121,9 @@ impl ThreadBackend {
             }
             _ => {
                 let round = self.enter(call, smallvec![tensor.clone()])?;
-                let made = self
-                    .group
-                    .finish(self.rank, &round, None, |call, all| collective::results(call, self.rank, all))?;
+                let made = self.group.finish(self.rank, &round, None, |call, all| {
+                    collective::results(call, self.rank, all, &[])
+                })?;
                 fill(std::slice::from_ref(tensor), made)?;
             }
         }
@@ -154,7 +154,7 @@ impl StartedCall for RoundCall {
         let Some(round) = self.round.take() else { return Ok(Results::new()) };
         self.group.resume(self.rank, &round);
         let result = self.group.finish(self.rank, &round, self.timeout, |call, all| {
-            collective::results_in(call, self.rank, all, &self.outputs)
+            collective::results(call, self.rank, all, &self.outputs)
         });
         if result.is_err() {
             self.round = Some(round); // to be left on drop
@@ -254,7 +254,7 @@ impl Backend for ThreadBackend {
             _ => {
                 let round = self.enter_into(call, tensors, &outputs, true)?;
                 self.group.finish(self.rank, &round, None, |call, all| {
-                    collective::results_in(call, self.rank, all, &outputs)
+                    collective::results(call, self.rank, all, &outputs)
                 })
             }
         }

@@ -71,7 +71,7 @@ impl MeshVarBuilder {
     }
 
     /// Returns the number of each adapter that changes the layer at this path, a builder of its parameters, and its options.
-    pub(super) fn adapters_here(&self) -> Vec<(usize, Self, LoraOptions)> {
+    pub(in crate::nn) fn adapters_here(&self) -> Vec<(usize, Self, LoraOptions)> {
         let Some(set) = self.adapters.as_ref().filter(|_| self.adapter.is_none()) else { return Vec::new() };
         let of = |number: usize| self.of_adapters(Some(set.clone()), Some(number));
         set.at(&self.path).into_iter().map(|(number, _, options)| (number, of(number), options)).collect()
@@ -102,8 +102,31 @@ impl MeshVarBuilder {
         }
     }
 
+    /// Refuses options of an adapter that experts do not have.
+    ///
+    /// # Errors
+    /// If there are some.
+    pub(in crate::nn) fn check_expert_adapter(
+        &self,
+        options: &LoraOptions,
+        is_quantized: bool,
+    ) -> Result<()> {
+        let learns = self.learns_adapters();
+        let wrong = match () {
+            () if options.dora => "magnitudes (DoRA)",
+            () if options.bias => "a bias",
+            () if options.dropout > 0.0 && learns => "dropout",
+            () if is_quantized && learns => "weights in blocks, beside which it would be trained",
+            () => return Ok(()),
+        };
+        let name = self.adapter_name();
+        Err(self.style().error(format_args!(
+            "is of experts with the adapter {name:?} and {wrong}, which is unsupported; leave it out"
+        )))
+    }
+
     /// Returns the name of the adapter whose parameters this builds.
-    pub(super) fn adapter_name(&self) -> &str {
+    pub(in crate::nn) fn adapter_name(&self) -> &str {
         let set = self.adapters.as_ref().zip(self.adapter);
         set.and_then(|(set, number)| set.adapters().get(number)).map_or("", Adapter::name)
     }
@@ -151,7 +174,7 @@ impl MeshVarBuilder {
     }
 
     /// Returns a builder at another path of the model.
-    pub(super) fn at(&self, path: &str) -> Self {
+    pub(in crate::nn) fn at(&self, path: &str) -> Self {
         let mut vb = self.clone();
         vb.path = path.split('.').map(str::to_owned).collect();
         vb
@@ -174,7 +197,7 @@ impl MeshVarBuilder {
     ///
     /// # Errors
     /// Those of `build`.
-    pub(super) fn shared_factor(
+    pub(in crate::nn) fn shared_factor(
         &self,
         name: &str,
         build: impl FnOnce() -> Result<DTensor>,

@@ -6,7 +6,10 @@ use crate::nn::init::even;
 use crate::nn::{Dropout, Init, MeshVarBuilder, Width};
 use crate::random::Distribution;
 use crate::{DTensor, Result};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+
+/// The dim of the rows of a layer's input `[batch, rows, ..]` that may have adapters of their own.
+const ROWS: usize = 1;
 
 /// Multiplies an input by a weight `[out, in]`, and adds a bias.
 type ProductFn<'a> = &'a dyn Fn(&DTensor, &DTensor, Option<&DTensor>) -> Result<DTensor>;
@@ -24,6 +27,8 @@ struct LinearAdapter {
     b: DTensor,
     bias: Option<DTensor>,
     magnitude: Option<DTensor>,
+    /// What a row of the changed weight is multiplied by, once it is known, if no value of the adapter changes.
+    ratio: Option<OnceLock<DTensor>>,
     scale: f64,
     dropout: Dropout,
 }
@@ -111,7 +116,8 @@ impl LinearAdapters {
             let magnitude = options.dora.then(magnitude).transpose()?;
             // Parts of one layer drop the same elements.
             let dropout = Dropout::new(options.dropout, &of_a.pp("lora_dropout").pp(vb.adapter_name()));
-            Ok(LinearAdapter { number, a, b, bias, magnitude, scale: options.scale(), dropout })
+            let ratio = (!vb.learns_adapters()).then(OnceLock::new);
+            Ok(LinearAdapter { number, a, b, bias, magnitude, ratio, scale: options.scale(), dropout })
         };
         let adapters: Vec<LinearAdapter> = found.into_iter().map(adapter).collect::<Result<_>>()?;
         Ok(Self(Some(adapters.into())))
@@ -140,19 +146,27 @@ impl LinearAdapters {
 
     /// Returns `y`, the product of `x` and the weight without a bias, with what the running adapters add.
     pub(crate) fn add(&self, y: DTensor, x: &DTensor, base: &BaseWeight<'_>) -> Result<DTensor> {
-        self.active().try_fold(y.clone(), |sum, (adapter, weight)| {
-            sum.add(&adapter.forward([x, &y], &weight, base)?)
+        if self.is_idle() {
+            return Ok(y);
+        }
+        AdapterScope::by_rows([&y, x], ROWS, |[y, x]| {
+            self.active().try_fold(y.clone(), |sum, (adapter, weight)| {
+                sum.add(&adapter.forward([x, y], &weight, base)?)
+            })
         })
     }
 
-    /// Returns the sum of what the running adapters compute by `product` of a narrow input and `B`, if some run.
-    pub(crate) fn sum_by(&self, x: &DTensor, product: ProductFn<'_>) -> Result<Option<DTensor>> {
-        let mut sum: Option<DTensor> = None;
-        for (adapter, weight) in self.active() {
-            let made = adapter.low_rank(&AdapterScope::drop_out(&adapter.dropout, x)?, &weight, product)?;
-            sum = Some(sum.map_or(Ok(made.clone()), |sum| sum.add(&made))?);
+    /// Returns `y` with what the running adapters compute by `product` of a narrow input and `B`.
+    pub(crate) fn add_by(&self, y: DTensor, x: &DTensor, product: ProductFn<'_>) -> Result<DTensor> {
+        if self.is_idle() {
+            return Ok(y);
         }
-        Ok(sum)
+        AdapterScope::by_rows([&y, x], ROWS, |[y, x]| {
+            self.active().try_fold(y.clone(), |sum, (adapter, weight)| {
+                let dropped = AdapterScope::drop_out(&adapter.dropout, x)?;
+                sum.add(&adapter.low_rank(&dropped, &weight, product)?)
+            })
+        })
     }
 
     fn active(&self) -> impl Iterator<Item = (&LinearAdapter, AdapterWeight)> {
@@ -193,16 +207,30 @@ impl LinearAdapter {
             return self.low_rank(&dropped, weight, &linear);
         };
         let low = self.low_rank(&dropped, &AdapterWeight::Factor(1.0), &linear)?;
-        // m/‖W + scale·B·A‖ of the sum, less the product that the layer adds itself. The norm counts as a constant.
-        let changed = self.b.detach().matmul(&self.a.detach())?.affine(self.scale, 0.0)?;
-        let changed = (base.floats)()?.add(&changed)?.detach();
-        // Both are cut as the rows of the weight, unevenly too.
-        let norms = changed.sqr()?.sum(1)?.resolve_partial()?.sqrt()?;
-        let ratio = magnitude.div(&norms)?;
+        // m/‖W + scale·B·A‖ of the sum, less the product that the layer adds itself.
+        let ratio = match self.ratio.as_ref() {
+            None => self.ratio_of(magnitude, base)?,
+            Some(known) => match known.get() {
+                Some(ratio) => ratio.clone(),
+                None => {
+                    let ratio = self.ratio_of(magnitude, base)?;
+                    known.get_or_init(|| ratio).clone()
+                }
+            },
+        };
         let is_whole = AdapterScope::keeps_all(&self.dropout);
         let y = if is_whole { y.clone() } else { (base.product)(&dropped)? };
         let made = y.mul(&ratio.affine(1.0, -1.0)?)?.add(&low.mul(&ratio)?)?;
         weighted(&made, weight)
+    }
+
+    /// Returns `magnitude / ‖W + scale·B·A‖` of each row. The norm counts as a constant.
+    fn ratio_of(&self, magnitude: &DTensor, base: &BaseWeight<'_>) -> Result<DTensor> {
+        let changed = self.b.detach().matmul(&self.a.detach())?.affine(self.scale, 0.0)?;
+        let changed = (base.floats)()?.add(&changed)?.detach();
+        // Both are cut as the rows of the weight, unevenly too.
+        let norms = changed.sqr()?.sum(1)?.resolve_partial()?.sqrt()?;
+        magnitude.div(&norms)
     }
 
     /// Returns `scale · (x · Aᵀ) · Bᵀ`, times what the adapter counts.
@@ -295,13 +323,20 @@ impl TableAdapters {
 
     /// Returns `y`, the rows of the table at `ids`, with what the running adapters add.
     pub(crate) fn add(&self, y: DTensor, ids: &DTensor) -> Result<DTensor> {
-        let adapters = self.0.iter().flat_map(|adapters| adapters.iter());
-        let mut active =
-            adapters.filter_map(|adapter| AdapterScope::of(adapter.number).map(|weight| (adapter, weight)));
-        active.try_fold(y, |sum, (TableAdapter { a, b, scale, .. }, weight)| {
-            let narrow = a.t()?.embedding(ids)?;
-            let made = scaled(&narrow, *scale)?.linear(b, None)?;
-            sum.add(&weighted(&made, &weight)?)
+        if self.active().next().is_none() {
+            return Ok(y);
+        }
+        AdapterScope::by_rows([&y, ids], ROWS, |[y, ids]| {
+            self.active().try_fold(y.clone(), |sum, (TableAdapter { a, b, scale, .. }, weight)| {
+                let narrow = a.t()?.embedding(ids)?;
+                let made = scaled(&narrow, *scale)?.linear(b, None)?;
+                sum.add(&weighted(&made, &weight)?)
+            })
         })
+    }
+
+    fn active(&self) -> impl Iterator<Item = (&TableAdapter, AdapterWeight)> {
+        let adapters = self.0.iter().flat_map(|adapters| adapters.iter());
+        adapters.filter_map(|adapter| AdapterScope::of(adapter.number).map(|weight| (adapter, weight)))
     }
 }

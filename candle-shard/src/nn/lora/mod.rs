@@ -7,5 +7,5 @@ mod builder;
 mod layer;
 
 pub(crate) use active::AdapterScope;
-pub use active::{ActiveAdapters, AdapterWeight};
+pub use active::{ActiveAdapters, AdapterWeight, RowAdapters};
 pub(crate) use layer::{BaseWeight, LinearAdapters, TableAdapters};

@@ -4,9 +4,10 @@ use super::config::{ExpertGate, MoEAxes, MoEConfig};
 use super::dispatch::{ExpertRows, bags};
 use super::quantized::{NAMES, QuantizedExperts};
 use crate::kernels::{self, BagMode};
-use crate::nn::MeshVarBuilder;
 use crate::nn::linear::init;
+use crate::nn::lora::AdapterScope;
 use crate::nn::place::AxisCut;
+use crate::nn::{Init, MeshVarBuilder};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::empty;
@@ -19,11 +20,24 @@ pub(super) struct ExpertWeights {
     /// The products, if files have them in blocks.
     quantized: Option<QuantizedExperts>,
     /// If not, gate and up `[experts, hidden, width]`, and down `[experts, width, hidden]`; then the biases of all three, if there are
-    /// some, `[experts, hidden]` twice and `[experts, width]`.
+    /// some, `[experts, hidden]` twice and `[experts, width]`; then the factors of adapters.
     tensors: Vec<DTensor>,
+    has_biases: bool,
+    /// The adapters beside gate, up and down.
+    adapters: [Vec<ExpertAdapter>; 3],
     gate: ExpertGate,
     /// Whether this rank adds the biases of the results, which are sums over the tensor axis.
     is_first: bool,
+}
+
+/// The low-rank factors of an adapter beside the weight `[experts, out, in]` of a projection, each of an expert's own.
+#[derive(Debug, Clone)]
+struct ExpertAdapter {
+    /// Its number in the model.
+    number: usize,
+    /// The places of `A` `[experts, rank, in]` and `B` `[experts, out, rank]` among the tensors.
+    factors: [usize; 2],
+    scale: f64,
 }
 
 /// The names of the biases of gate, up and down.
@@ -33,14 +47,18 @@ impl ExpertWeights {
     pub(super) fn new(config: &MoEConfig, axes: &MoEAxes, vb: &MeshVarBuilder) -> Result<Self> {
         let &MoEConfig { width, hidden, experts, .. } = config;
         let quantized = QuantizedExperts::read(config, axes, vb)?;
-        let make = |name: &str, dims: &[usize], into: usize, hidden_dim: Option<usize>| {
-            let own = axes.experts.map(|axis| AxisCut { axis, dim: 0, sizes: axes.explicit_sizes() });
-            let of_hidden = |dim: usize| match &quantized {
-                Some(quantized) => Ok(quantized.hidden_cut(dim)),
-                None => axes.tensor_cut(dim, hidden, vb),
+        let built =
+            |vb: &MeshVarBuilder, name: &str, dims: &[usize], init: Init, hidden_dim: Option<usize>| {
+                let own = axes.experts.map(|axis| AxisCut { axis, dim: 0, sizes: axes.explicit_sizes() });
+                let of_hidden = |dim: usize| match &quantized {
+                    Some(quantized) => Ok(quantized.hidden_cut(dim)),
+                    None => axes.tensor_cut(dim, hidden, vb),
+                };
+                let cuts = own.into_iter().chain(hidden_dim.map(of_hidden).transpose()?.flatten());
+                vb.cut(&[&[experts], dims].concat(), name, init, &cuts.collect::<Vec<_>>())
             };
-            let cuts = own.into_iter().chain(hidden_dim.map(of_hidden).transpose()?.flatten());
-            vb.cut(&[&[experts], dims].concat(), name, init(into), &cuts.collect::<Vec<_>>())
+        let make = |name: &str, dims: &[usize], into: usize, hidden_dim: Option<usize>| {
+            built(vb, name, dims, init(into), hidden_dim)
         };
         let mut tensors = Vec::new();
         if quantized.is_none() {
@@ -55,8 +73,26 @@ impl ExpertWeights {
             tensors.push(make(up, &[hidden], width, Some(1))?);
             tensors.push(make(down, &[width], hidden, None)?);
         }
+        let mut adapters = [const { Vec::new() }; 3];
+        let sizes = [(NAMES[0], hidden, width), (NAMES[1], hidden, width), (NAMES[2], width, hidden)];
+        for (which, (name, out, into)) in sizes.into_iter().enumerate() {
+            for (number, vb, options) in vb.pp(name).adapters_here() {
+                vb.check_expert_adapter(&options, quantized.is_some())?;
+                let [of_out, of_in] = if which < 2 { [Some(1), None] } else { [None, Some(2)] };
+                let named = |factor: &str| format!("{factor}.{}.weight", vb.adapter_name());
+                let of_a = options.a_of.as_ref().map_or_else(|| vb.clone(), |path| vb.at(path));
+                let (a, rank) = (named("lora_A"), options.rank);
+                let build = || built(&of_a, &a, &[rank, into], init(into), of_in);
+                let a = if options.a_of.is_some() { of_a.shared_factor(&a, build)? } else { build()? };
+                let b = built(&vb, &named("lora_B"), &[out, rank], Init::Const(0.0), of_out)?;
+                let factors = [tensors.len(), tensors.len() + 1];
+                tensors.extend([a, b]);
+                adapters[which].push(ExpertAdapter { number, factors, scale: options.scale() });
+            }
+        }
         let is_first = axes.tensor.is_none_or(|axis| vb.mesh().coordinate()[axis] == 0);
-        Ok(Self { quantized, tensors, gate: config.expert_gate, is_first })
+        let has_biases = config.expert_bias;
+        Ok(Self { quantized, tensors, has_biases, adapters, gate: config.expert_gate, is_first })
     }
 
     /// Returns the weights that are tensors.
@@ -75,6 +111,7 @@ impl ExpertWeights {
     /// Returns the results for rows that are sorted by expert, in the dtype `dtype`.
     fn results(&self, laid: &[DTensor], x: &Tensor, counts: &[usize], dtype: DType) -> Result<Tensor> {
         let (weights, biases) = laid.split_at(if self.quantized.is_some() { 0 } else { 3 });
+        let biases = if self.has_biases { biases } else { &[] };
         let experts =
             counts.iter().zip(0u32..).flat_map(|(&count, expert)| std::iter::repeat_n(expert, count));
         let experts: Arc<[u32]> = experts.collect();
@@ -87,6 +124,8 @@ impl ExpertWeights {
             None => Ok(made),
         };
         let gated = |[gate, up]: [Tensor; 2]| {
+            let [gate, up] =
+                [self.adapted(gate, x, 0, (laid, counts))?, self.adapted(up, x, 1, (laid, counts))?];
             let (gate, up) = (with(gate, 0)?, with(up, 1)?);
             Ok::<_, Error>(match self.gate {
                 ExpertGate::Silu => kernels::silu_gate(&gate, &up)?,
@@ -100,11 +139,15 @@ impl ExpertWeights {
                     [Some(x.clone()), of_rows(0)?, of_rows(1)?].into_iter().flatten().collect();
                 empty::zeros_of(&idle.iter().collect::<Vec<_>>(), x.shape(), x.dtype())?
             }
-            Some(experts) => experts.results(x, counts, &gated)?,
+            Some(experts) => {
+                let inner = gated(experts.hidden(x, counts)?)?;
+                self.adapted(experts.down(&inner, counts)?, &inner, 2, (laid, counts))?
+            }
             None => {
                 let product =
                     |x: &Tensor, of: usize| kernels::grouped_linear(x, weights[of].to_local(), counts);
-                product(&gated([product(x, 0)?, product(x, 1)?])?, 2)?
+                let inner = gated([product(x, 0)?, product(x, 1)?])?;
+                self.adapted(product(&inner, 2)?, &inner, 2, (laid, counts))?
             }
         };
         let made = kernels::convert(&made, dtype)?;
@@ -113,6 +156,27 @@ impl ExpertWeights {
         // The other ranks have zeros, which keep their places in the backward pass.
         let bias = if self.is_first { bias } else { bias.mul(&bias.zeros_like()?)? };
         sum(&made, &bias)
+    }
+}
+
+impl ExpertWeights {
+    /// Returns the products `made` of rows `x` with the weights of a projection, with what the running adapters add.
+    fn adapted(
+        &self,
+        made: Tensor,
+        x: &Tensor,
+        which: usize,
+        (laid, counts): (&[DTensor], &[usize]),
+    ) -> Result<Tensor> {
+        self.adapters[which].iter().try_fold(
+            made,
+            |made, ExpertAdapter { number, factors: [a, b], scale }| {
+                let Some(factor) = AdapterScope::of_experts(*number)? else { return Ok(made) };
+                let narrow = kernels::grouped_linear(x, laid[*a].to_local(), counts)?;
+                let added = kernels::grouped_linear(&narrow, laid[*b].to_local(), counts)?;
+                sum(&made, &added.affine(factor * scale, 0.0)?)
+            },
+        )
     }
 }
 

@@ -101,18 +101,16 @@ impl QuantizedExperts {
         self.own.len()
     }
 
-    /// Returns the results `[n, width]` for rows `x` `[n, width]` that are sorted by expert, `counts` for each, where there is [something to
-    /// multiply](Self::is_idle). `gated` makes the hidden
-    /// values of all rows of what gate and up make of them.
-    pub(super) fn results(
-        &self,
-        x: &Tensor,
-        counts: &[usize],
-        gated: &dyn Fn([Tensor; 2]) -> Result<Tensor>,
-    ) -> Result<Tensor> {
+    /// Returns what gate and up make of rows `x` `[n, width]` that are sorted by expert, `counts` for each, where there is
+    /// [something to multiply](Self::is_idle).
+    pub(super) fn hidden(&self, x: &Tensor, counts: &[usize]) -> Result<[Tensor; 2]> {
         let both = self.products(x, counts, |[gate, up, _]| vec![gate, up])?;
-        let [gate, up] = [0, self.hidden].map(|first| both.narrow(1, first, self.hidden));
-        self.products(&gated([gate?, up?])?, counts, |[_, _, down]| vec![down])
+        Ok([both.narrow(1, 0, self.hidden)?, both.narrow(1, self.hidden, self.hidden)?])
+    }
+
+    /// Returns what down makes of their hidden values.
+    pub(super) fn down(&self, inner: &Tensor, counts: &[usize]) -> Result<Tensor> {
+        self.products(inner, counts, |[_, _, down]| vec![down])
     }
 
     /// Returns the products of each expert's rows with some of its matrices, one beside another.

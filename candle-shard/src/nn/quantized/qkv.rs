@@ -215,9 +215,6 @@ impl QuantizedQkv {
             })?;
         let y = made.remove(0);
         let heads = SharedHeads { heads: self.heads, axis, sizes: weight.sizes.clone() };
-        match adapters.sum_by(x, &|x, weight, bias| heads.project(x, weight, bias))? {
-            Some(added) => y.add(&added),
-            None => Ok(y),
-        }
+        adapters.add_by(y, x, &|x, weight, bias| heads.project(x, weight, bias))
     }
 }

@@ -1,6 +1,7 @@
 //! Adapters beside layers of every kind, against plain candle: values and gradients on every mesh.
 mod harness;
 mod quantized;
+mod rows;
 
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{Op, comm};

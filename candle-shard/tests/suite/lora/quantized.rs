@@ -15,13 +15,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use test_utils::{Scratch, on_ranks};
 
-const WIDTH: usize = 64;
-const INNER: usize = 96;
-const WORDS: usize = 40;
-const HEADS: Heads = Heads { query: 4, key_value: 2, dim: 16 };
+pub(super) const WIDTH: usize = 64;
+pub(super) const INNER: usize = 96;
+pub(super) const WORDS: usize = 40;
+pub(super) const HEADS: Heads = Heads { query: 4, key_value: 2, dim: 16 };
 const CPU: Device = Device::Cpu;
 
-fn file(folder: &Scratch) -> PathBuf {
+pub(super) fn file(folder: &Scratch) -> PathBuf {
     let path = folder.path("model.gguf");
     let of = |rows: usize, columns: usize, dtype| Arc::new(quantized((rows, columns), dtype));
     let tensors = [
@@ -35,6 +35,15 @@ fn file(folder: &Scratch) -> PathBuf {
     let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (*name, &**tensor)).collect();
     save(&path, &[], &tensors);
     path
+}
+
+pub(super) fn plan() -> Plan {
+    Plan::new("tp")
+        .with("table", RowwiseParallel::default().output(Replicate))
+        .with("block", ColwiseParallel::default())
+        .with("up", ColwiseParallel::default())
+        .with("down", RowwiseParallel::default().output(Replicate))
+        .with("head", ColwiseParallel::default().output(Replicate))
 }
 
 struct Layers {
@@ -66,13 +75,7 @@ fn step(
     again: bool,
 ) -> Result<StepValues> {
     let mesh = ctx.mesh(&[("dp", dp), ("tp", tp)])?;
-    let plan = Plan::new("tp")
-        .with("table", RowwiseParallel::default().output(Replicate))
-        .with("block", ColwiseParallel::default())
-        .with("up", ColwiseParallel::default())
-        .with("down", RowwiseParallel::default().output(Replicate))
-        .with("head", ColwiseParallel::default().output(Replicate));
-    let vb = MeshVarBuilder::from_weights(Weights::open(path)?, 3, &mesh, plan, DType::F32, &CPU)?;
+    let vb = MeshVarBuilder::from_weights(Weights::open(path)?, 3, &mesh, plan(), DType::F32, &CPU)?;
     let vb = if fully { vb.fully_shard("dp", FullyShardOptions::default())? } else { vb };
     let options = LoraOptions::new(4).alpha(6.0);
     let adapter = Adapter::new("mine").with("*", options.clone()).with("block.*", options);

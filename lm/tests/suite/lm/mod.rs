@@ -1,6 +1,7 @@
 //! A Llama over ranks against candle-transformers' and transformers' on the same files.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 
+pub(crate) mod adapted;
 mod batch;
 pub(crate) mod chat;
 mod chat_variables;

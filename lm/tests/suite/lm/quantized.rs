@@ -76,6 +76,18 @@ fn set_quantization(folder: &Path, value: Value) {
     fs::write(path, config.to_string()).unwrap();
 }
 
+/// Writes a random model to both folders, with a config that says what the codes are.
+pub(crate) fn write_codes(codes: &Path, whole: &Path) {
+    fs::create_dir_all(codes).unwrap();
+    write(codes, whole);
+    let weights = json!({"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": true});
+    let groups = json!({"group_0": {"weights": weights}});
+    set_quantization(
+        codes,
+        json!({"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}),
+    );
+}
+
 fn written(folder: &Path, flags: &[&str]) -> Value {
     let common = ["generate", "--model", folder.to_str().unwrap(), "--prompt", "Once", "--max-tokens", "12"];
     let output = llama(&[&common[..], &["--temperature", "0", "--json", "-"], flags].concat());
@@ -86,13 +98,7 @@ fn written(folder: &Path, flags: &[&str]) -> Value {
 #[test]
 fn a_folder_of_codes_writes_what_its_floats_write() {
     let (codes, whole) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    write(codes.path(), whole.path());
-    let weights = json!({"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": true});
-    let groups = json!({"group_0": {"weights": weights}});
-    set_quantization(
-        codes.path(),
-        json!({"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}),
-    );
+    write_codes(codes.path(), whole.path());
     let want = written(whole.path(), &[]);
     for flags in [&["--tp", "1"], &["--tp", "2"], &["--tp", "3"], &["--pp", "2"]] {
         assert_eq!(written(codes.path(), flags), want, "{flags:?}");

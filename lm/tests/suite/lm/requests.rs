@@ -42,7 +42,7 @@ impl Drop for StoppedByPanic {
 
 /// Serves what a client of rank 0 asks for, until it returns. Returns what rank 0 did, and the client's
 /// result.
-fn served<R: Send>(
+pub(super) fn served<R: Send>(
     ctx: &RankContext,
     stages: usize,
     files: &Files,
@@ -71,12 +71,12 @@ fn served<R: Send>(
     })
 }
 
-fn options(slots: usize, chunk: usize) -> ServeOptions {
+pub(super) fn options(slots: usize, chunk: usize) -> ServeOptions {
     ServeOptions { slots, chunk, room: Some(ROOM), ..ServeOptions::of(ModelOptions::of(DType::F32)) }
 }
 
 /// What a stream brings until it ends: tokens, the cached tokens of the prompt, and the end.
-fn read(stream: &mut RequestStream) -> (Vec<u32>, usize, TokenEvent) {
+pub(super) fn read(stream: &mut RequestStream) -> (Vec<u32>, usize, TokenEvent) {
     let (mut tokens, mut begun) = (Vec::new(), None);
     loop {
         match stream.next_event(MOMENT).expect("an event within a minute") {
@@ -283,7 +283,7 @@ fn random_requests_get_what_they_get_alone_on_every_mesh() {
                     let made = ran.client(queue, seed, 30);
                     (made, queue.status())
                 })?;
-                let computed = ctx.group().all_gather_object(&(made.0.passes, made.0.tokens))?;
+                let computed = ctx.group().objects().all_gather(&(made.0.passes, made.0.tokens))?;
                 assert!(
                     computed.iter().all(|of_rank| *of_rank == computed[0]),
                     "ranks compute the same passes"

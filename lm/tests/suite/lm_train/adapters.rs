@@ -63,20 +63,14 @@ fn facts() -> Facts {
 const PREFIX: &str = "base_model.model.";
 
 /// What is not done, and what the refusal names.
-const REFUSED: [(&str, &str); 13] = [
-    ("mixtral, experts", "target_parameters"),
-    ("mixtral, stacked experts alone", "target_parameters"),
+const REFUSED: [(&str, &str); 6] = [
+    // The router is one.
     ("mixtral, all-linear", "target_parameters"),
     ("qwen3 moe, all-linear", "target_parameters"),
-    ("qwen3 moe, attention", "target_parameters"),
     ("embedding with dora", "use_dora"),
     ("saved head of a tied model", "modules_to_save"),
     ("bias lora_only", "bias"),
     ("bias all", "bias"),
-    ("mixtral", "target_parameters"),
-    ("mixtral with windows", "target_parameters"),
-    ("qwen3 moe", "target_parameters"),
-    ("qwen3 moe with raw weights", "target_parameters"),
 ];
 
 /// The folder of a model and of an adapter as PEFT writes it.
@@ -126,6 +120,9 @@ fn stored(made: &HashMap<String, Tensor>, name: &str) -> Option<Tensor> {
         let is_table = ["lora_embedding_A", "lora_embedding_B"].iter().any(|end| name.ends_with(end));
         made.get(&if is_table { format!("{name}.default") } else { name }).cloned()
     };
+    if let Some((module, factor)) = name.split_once(".experts.") {
+        return of_experts(&own, &format!("{module}.experts"), factor);
+    }
     own(name).or_else(|| {
         let parts: &[&str] = if name.contains("qkv_proj") {
             &["q_proj", "k_proj", "v_proj"]
@@ -136,6 +133,21 @@ fn stored(made: &HashMap<String, Tensor>, name: &str) -> Option<Tensor> {
             parts.iter().map(|part| own(&name.replace("qkv_proj", part).replace("gate_up_proj", part)));
         Tensor::cat(&parts.collect::<Option<Vec<_>>>()?, 0).ok()
     })
+}
+
+/// The gradient of a factor that PEFT has for all experts: both parameters are changed, and the first one is wrapped by the other.
+fn of_experts(own: &dyn Fn(&str) -> Option<Tensor>, module: &str, factor: &str) -> Option<Tensor> {
+    let (parts, path): (&[&str], _) = match factor.starts_with("base_layer.") {
+        true => (&["gate_proj", "up_proj"], "gate_up_proj"),
+        false => (&["down_proj"], "down_proj"),
+    };
+    if factor.ends_with("lora_A.weight") {
+        return own(&format!("{module}.{path}.lora_A.weight"))?.flatten(0, 1).ok();
+    }
+    let parts = parts.iter().map(|part| own(&format!("{module}.{part}.lora_B.weight")));
+    let all = Tensor::cat(&parts.collect::<Option<Vec<_>>>()?, 1).ok()?;
+    // The rank comes before the expert.
+    all.permute((1, 2, 0)).ok()?.contiguous().ok()?.flatten_from(1).ok()
 }
 
 /// Compares the loss, the gradients and a step on a mesh.
@@ -189,7 +201,7 @@ fn agrees(place: &Place, folder: &Path, fact: &Fact, mesh: &str) {
 #[test]
 fn adapters_have_the_loss_the_gradients_and_the_step_of_peft_on_every_mesh() {
     let facts = facts();
-    for fact in facts.models.iter().filter(|fact| !is_refused(&facts, fact)) {
+    for fact in facts.models.iter().filter(|fact| !is_refused(fact)) {
         let (place, folder) = place(&facts, fact);
         // All of them on one rank; the families and some variants on meshes.
         let is_family = fact.fields.is_empty();
@@ -205,24 +217,62 @@ fn adapters_have_the_loss_the_gradients_and_the_step_of_peft_on_every_mesh() {
                 false => &["--tp 1", "--tp 2"],
             };
         meshes.iter().for_each(|mesh| agrees(&place, &folder, fact, mesh));
+        let of_experts = ["--tp 3", "--ep 2", "--tp 2 --ep 2 --dp 2", "--tp 1 --ep 2 --cp 2 --recompute"];
+        let of_experts = of_experts.iter().filter(|_| changes_experts(fact));
+        of_experts.for_each(|mesh| agrees(&place, &folder, fact, mesh));
     }
 }
 
-fn is_refused(facts: &Facts, fact: &Fact) -> bool {
-    let known = REFUSED.iter().find(|(case, _)| *case == fact.case);
-    let has_experts = facts.defaults.contains_key("target_parameters")
-        && fact
-            .config
-            .get("target_parameters")
-            .and_then(Value::as_array)
-            .is_some_and(|names| !names.is_empty());
-    known.is_some_and(|(_, field)| *field != "target_parameters" || has_experts)
+#[derive(Deserialize)]
+struct PlusFacts {
+    ratio: f64,
+    after: BTreeMap<String, f64>,
+}
+
+#[test]
+fn factors_learn_at_the_rates_of_lora_plus() {
+    let (facts, plus) = (facts(), serde_json::from_str::<PlusFacts>(include_str!("lora_plus.json")).unwrap());
+    let mut checked = 0;
+    for fact in &facts.models {
+        let Some(&want) = plus.after.get(&fact.case) else { continue };
+        let (place, folder) = place(&facts, fact);
+        for mesh in ["--tp 1", "--tp 2 --dp 2", "--pp 2 --tp 2", "--tp 2 --dp 2 --fsdp"] {
+            let run = |flags: &str| {
+                let job = job(&place, &folder, &format!("--clip-norm 0 {flags} {mesh}"));
+                let ranks = on_ranks(job.pipeline.world(), &fact.case, move |ctx| -> anyhow::Result<f64> {
+                    let mut trainer = Trainer::new(ctx, &job)?;
+                    // Both steps have the batch of the first one, as those of PEFT.
+                    for _ in 0..2 {
+                        trainer.step(0)?;
+                    }
+                    Ok(trainer.gradients(0)?.0)
+                });
+                ranks[0]
+            };
+            let made = run(&format!("--lora-plus {}", plus.ratio));
+            let (what, bound) = (format!("{} on {mesh}: {made} and {want}", fact.case), 2e-4 * want.max(1.0));
+            assert!((made - want).abs() < bound, "{what}");
+            assert!(mesh != "--tp 1" || (run("") - want).abs() > 4.0 * bound, "{what} without another rate");
+        }
+        checked += 1;
+    }
+    assert_eq!(checked, plus.after.len());
+}
+
+fn is_refused(fact: &Fact) -> bool {
+    REFUSED.iter().any(|(case, _)| *case == fact.case)
+}
+
+/// Whether the adapter changes experts.
+fn changes_experts(fact: &Fact) -> bool {
+    let names = fact.config.get("target_parameters").and_then(Value::as_array);
+    names.is_some_and(|names| !names.is_empty())
 }
 
 #[test]
 fn what_is_not_done_is_refused_by_name() {
     let facts = facts();
-    for fact in facts.models.iter().filter(|fact| is_refused(&facts, fact)) {
+    for fact in facts.models.iter().filter(|fact| is_refused(fact)) {
         let (place, folder) = place(&facts, fact);
         let files = Files::open(&place.path("model")).unwrap();
         let said = format!("{:#}", files.with_adapter("one", &folder).unwrap_err());
@@ -268,7 +318,7 @@ fn assert_logits(files: &Files, fact: &Fact, ranks: usize, what: &str) {
 #[test]
 fn models_with_adapters_write_the_logits_of_peft() {
     let facts = facts();
-    for fact in facts.models.iter().filter(|fact| !is_refused(&facts, fact)) {
+    for fact in facts.models.iter().filter(|fact| !is_refused(fact)) {
         let (place, folder) = place(&facts, fact);
         let files = Files::open(&place.path("model")).unwrap().with_adapter("one", &folder).unwrap();
         [1, 2, 3].into_iter().for_each(|ranks| assert_logits(&files, fact, ranks, ""));
@@ -281,14 +331,18 @@ fn has_no_file(fact: &Fact) -> bool {
     let is_tied = fact.case.contains("of a tied model")
         || fact.case == "head of gemma2"
         || fact.case == "embedding of gemma3";
-    is("use_dora") || is("lora_bias") || fact.config.contains_key("modules_to_save") || is_tied
+    changes_experts(fact)
+        || is("use_dora")
+        || is("lora_bias")
+        || fact.config.contains_key("modules_to_save")
+        || is_tied
 }
 
 #[test]
 fn merged_models_and_adapters_in_gguf_files_have_the_logits_of_peft() {
     let facts = facts();
     let (mut merged, mut exported) = (0, 0);
-    for fact in facts.models.iter().filter(|fact| !is_refused(&facts, fact)) {
+    for fact in facts.models.iter().filter(|fact| !is_refused(fact)) {
         let (place, folder) = place(&facts, fact);
         let model = place.path("model");
         tokenizer(&model, 37, byte_level());
@@ -368,15 +422,23 @@ fn an_adapter_of_a_gguf_file_is_saved_as_one_of_its_folder() {
 #[test]
 fn what_is_saved_is_read_again_and_goes_on_on_other_meshes() {
     let facts = facts();
-    let cases =
-        ["llama with biases", "phi3, fused", "gemma3", "dora", "embedding of a tied model", "saved head"];
+    let cases = [
+        "llama with biases",
+        "phi3, fused",
+        "gemma3",
+        "dora",
+        "embedding of a tied model",
+        "saved head",
+        "mixtral, experts",
+    ];
     for fact in facts.models.iter().filter(|fact| cases.contains(&fact.case.as_str())) {
         let (place, folder) = place(&facts, fact);
         let all = {
             let job = job(&place, &folder, "--tp 1 --steps 3");
             on_ranks(1, &fact.case, move |ctx| train(ctx, &job, |_| Ok(()))).remove(0).losses
         };
-        for mesh in ["--tp 2", "--tp 1 --pp 2", "--tp 2 --dp 2 --fsdp"] {
+        let more = ["--tp 2 --ep 2"].into_iter().filter(|_| changes_experts(fact));
+        for mesh in ["--tp 2", "--tp 1 --pp 2", "--tp 2 --dp 2 --fsdp"].into_iter().chain(more) {
             let saved = place.path(&format!("saved {mesh}").replace(' ', "_"));
             let flags = format!("--steps 3 --save-every 2 {mesh} --save {}", saved.display());
             let mut job = Job::clone(&job(&place, &folder, &flags));
@@ -390,7 +452,7 @@ fn what_is_saved_is_read_again_and_goes_on_on_other_meshes() {
                 let tensors = candle_core::safetensors::load(folder.join(WEIGHTS), &Device::Cpu).unwrap();
                 let mut names: Vec<_> =
                     tensors.iter().map(|(name, x)| (name.clone(), x.dims().to_vec())).collect();
-                names.retain(|(name, _)| !name.contains("base_layer"));
+                names.retain(|(name, _)| !name.ends_with("base_layer.weight"));
                 names.sort();
                 names
             };

@@ -13,15 +13,17 @@ use test_utils::Dice;
 use crate::lm_train::families::{cases, has_experts, is_recurrent, place_of};
 use crate::lm_train::support::{Place, assert_close};
 
-/// What is learned, the same on every mesh.
-fn recipe(dice: &mut Dice) -> String {
+/// What is learned, the same on every mesh. Adapters may change experts if `has_targets`.
+fn recipe(dice: &mut Dice, has_targets: bool) -> String {
     let adapter = match dice.below(8) {
+        0 | 1 if has_targets => " --lora r=2,alpha=4,targets=o_proj+experts.gate_up_proj+experts.down_proj",
         0 | 1 => " --lora r=2,alpha=4",
         2 => " --lora r=3,alpha=4,dora",
         3 => " --lora r=2,rslora,dropout=0.3",
         4 => " --lora r=2,alpha=4,layers=0",
         _ => "",
     };
+    let plus = if !adapter.is_empty() && dice.once_in(2) { " --lora-plus 4" } else { "" };
     let learns_preferences = !adapter.is_empty() && dice.once_in(3);
     let data = match dice.below(4) {
         _ if learns_preferences => " --data @pairs.jsonl --dpo 0.2 --seq-len 24",
@@ -33,7 +35,7 @@ fn recipe(dice: &mut Dice) -> String {
     let decay = dice.pick(&["", " --decay linear", " --decay wsd", " --weight-decay 0"]);
     let batch = dice.pick(&[2, 4, 6]);
     format!(
-        "--seed {} --steps 3 --warmup 1 --lr 0.003 --batch {batch}{adapter}{data}{clip}{decay}",
+        "--seed {} --steps 3 --warmup 1 --lr 0.003 --batch {batch}{adapter}{plus}{data}{clip}{decay}",
         dice.below(99)
     )
 }
@@ -98,8 +100,11 @@ fn run(seed: usize) {
     };
     let records: String = (0..30).map(|i| format!("{}\n", record(i))).collect();
     fs::write(place.path("records.jsonl"), records).unwrap();
+    // Mixtures whose experts have the usual names in transformers.
+    let names = ["mixtral", "qwen", "glm4 moe", "olmoe", "deepseek v3 mixture", "gpt oss"];
     let apart = dice.once_in(6);
-    let recipe = recipe(&mut dice) + if apart { " --local-steps 2 --fragments 2" } else { "" };
+    let recipe = recipe(&mut dice, has_experts(&place) && names.iter().any(|name| case.starts_with(name)))
+        + if apart { " --local-steps 2 --fragments 2" } else { "" };
     let [first, second] = [(); 2].map(|()| mesh(&mut dice, &place, &recipe));
     let what = format!("set-up {seed}: {case}, {recipe}");
     println!("{what} on {first}, then {second}");

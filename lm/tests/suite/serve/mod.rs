@@ -1,5 +1,6 @@
 //! The server, over sockets: with an engine that writes what a test says, and with the model.
 
+mod adapters;
 mod bench;
 mod chat;
 mod client;

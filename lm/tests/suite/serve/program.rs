@@ -13,7 +13,7 @@ use super::process::Program;
 use crate::lm::chat;
 
 /// What `lm generate` writes.
-fn generated(prompt: &str, flags: &[&str]) -> String {
+pub(super) fn generated(prompt: &str, flags: &[&str]) -> String {
     let said = Command::new(env!("CARGO_BIN_EXE_lm"))
         .args(["generate", "--prompt", prompt, "--temperature", "0", "--max-tokens", "24", "--json", "-"])
         .args(flags)
@@ -24,7 +24,7 @@ fn generated(prompt: &str, flags: &[&str]) -> String {
     report["text"].as_str().unwrap().strip_prefix(prompt).unwrap().to_owned()
 }
 
-const PROMPTS: [&str; 4] = ["Once", "The mesh", "x = ", "Upon a time there was a longer prompt"];
+pub(super) const PROMPTS: [&str; 4] = ["Once", "The mesh", "x = ", "Upon a time there was a longer prompt"];
 
 fn completion(address: SocketAddr, prompt: &str, stream: bool) -> String {
     let body = json!({"prompt": prompt, "temperature": 0, "max_tokens": 24, "stream": stream});

@@ -69,7 +69,7 @@ fn joined(events: &[Value]) -> Vec<Value> {
             "content_part.done" => assert_eq!(item["content"][0]["text"], event["part"]["text"]),
             "output_text.delta" | "reasoning_text.delta" => append(item, "/content/0/text", event),
             "output_text.done" | "reasoning_text.done" => {
-                assert_eq!(item["content"][0]["text"], event["text"])
+                assert_eq!(item["content"][0]["text"], event["text"]);
             }
             "function_call_arguments.delta" => append(item, "/arguments", event),
             "function_call_arguments.done" => assert_eq!(item["arguments"], event["arguments"]),

@@ -13,7 +13,8 @@ pub(super) struct Folder {
 }
 
 /// A crate with its folders.
-pub(super) const FLOORS: [(&str, &[Folder]); 4] = [
+pub(super) const FLOORS: [(&str, &[Folder]); 5] = [
+    ("candle-dist-base", CANDLE_DIST_BASE),
     ("candle-dist", CANDLE_DIST),
     ("candle-dist-kernels", CANDLE_DIST_KERNELS),
     ("candle-shard", CANDLE_SHARD),
@@ -25,11 +26,16 @@ const fn folder(path: &'static str, floors: &'static Floors) -> Folder {
     Folder { path, floors, up: &[] }
 }
 
+const CANDLE_DIST_BASE: &[Folder] = &[
+    folder("", &["bits edges empty fresh reduce_op sums"]),
+    folder("edges", &["slot", "kept value", "node", "apply"]),
+];
+
 const CANDLE_DIST: &[Folder] = &[
     folder(
         "",
         &[
-            "bits call edges empty guide hash link readme rows sums switch threads values warning",
+            "call guide hash link readme rows switch threads values warning",
             "comm error",
             "freeable launch tree",
             "control",
@@ -41,13 +47,12 @@ const CANDLE_DIST: &[Folder] = &[
             "init prelude testing",
         ],
     ),
-    folder("edges", &["slot", "kept value", "node", "apply"]),
     folder(
         "backend",
         &[
             "cuda element recent runs sink storage",
             "fresh guards overwrite",
-            "ready reduce regions started",
+            "reduce regions started",
             "device outputs",
             "collective mod",
             "mpi simulated threads wrapping",
@@ -99,7 +104,7 @@ const CANDLE_DIST: &[Folder] = &[
         // A communicator belongs to a rank, which aborts it.
         up: &[("comm", "rank")],
     },
-    folder("call", &["cut dtypes op reduce_op site", "collective", "mod"]),
+    folder("call", &["cut dtypes op site", "collective", "mod"]),
     folder("comm", &["event", "scope trace", "counts log"]),
     Folder {
         path: "control",
@@ -125,7 +130,7 @@ const CANDLE_DIST: &[Folder] = &[
             "check compared failure object posted gather_text subgroup",
             "pending",
             "call",
-            "point_to_point",
+            "aliases point_to_point",
         ],
         // A group holds its receives that were started.
         up: &[("mod", "posted")],
@@ -149,7 +154,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
         "",
         &[
             "mod real",
-            "bounds conv convert div element master nvrtc parallel prefetch row_order rule weight_sink",
+            "bounds conv convert div element float_op master nvrtc parallel prefetch row_order rule weight_sink",
             "device_rows random rows",
             "few_rows numbers product row_put row_take rows_off_host",
             "embedding_off_host row_sum",

@@ -2,7 +2,7 @@
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
-//! use candle_dist::bits::{digest, same_bits};
+//! use candle_dist_base::bits::{digest, same_bits};
 //!
 //! let a = Tensor::new(&[1f32, f32::NAN], &Device::Cpu)?;
 //! let b = Tensor::new(&[1f32, f32::NAN], &Device::Cpu)?;
@@ -72,7 +72,8 @@ pub fn digest_bytes(bytes: &[u8]) -> u64 {
 }
 
 /// Calls `f` with the bytes of the tensor's elements in order.
-pub(crate) fn with_bytes<R>(tensor: &Tensor, f: impl FnOnce(&[u8]) -> R) -> Result<R> {
+#[doc(hidden)]
+pub fn with_bytes<R>(tensor: &Tensor, f: impl FnOnce(&[u8]) -> R) -> Result<R> {
     let tensor = match tensor.elem_count() {
         0 => return Ok(f(&[])),
         _ => tensor.detach().to_device(&Device::Cpu)?.contiguous()?,

@@ -26,7 +26,7 @@ pub fn to_host(x: &Tensor) -> Result<Tensor> {
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use candle_dist::empty;
+/// use candle_dist_base::empty;
 ///
 /// let x = Tensor::zeros((0, 3), DType::BF16, &Device::Cpu)?;
 /// assert_eq!(empty::compute(&x, |x| x.to_dtype(DType::F32))?.dims(), [0, 3]);
@@ -44,7 +44,7 @@ pub fn compute(x: &Tensor, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<
 /// ```
 /// use candle_core::{DType, Device};
 ///
-/// let none = candle_dist::empty::full(1.5, (0, 3), DType::BF16, &Device::Cpu)?;
+/// let none = candle_dist_base::empty::full(1.5, (0, 3), DType::BF16, &Device::Cpu)?;
 /// assert_eq!((none.dims(), none.dtype()), (&[0, 3][..], DType::BF16));
 /// # Ok::<(), candle_core::Error>(())
 /// ```
@@ -69,7 +69,7 @@ pub fn full<T: WithDType>(
 /// ```
 /// use candle_core::{DType, Device};
 ///
-/// assert_eq!(candle_dist::empty::ones((0, 3), DType::BF16, &Device::Cpu)?.dims(), [0, 3]);
+/// assert_eq!(candle_dist_base::empty::ones((0, 3), DType::BF16, &Device::Cpu)?.dims(), [0, 3]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 ///
@@ -89,8 +89,8 @@ pub fn ones(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Te
 /// use candle_core::{Device, Tensor};
 ///
 /// let x = Tensor::arange(0u32, 6, &Device::Cpu)?.reshape((3, 2))?;
-/// assert_eq!(candle_dist::empty::index_select(&x, &[2, 0], 0)?.to_vec2::<u32>()?, [[4, 5], [0, 1]]);
-/// assert_eq!(candle_dist::empty::index_select(&x, &[], 1)?.dims(), [3, 0]);
+/// assert_eq!(candle_dist_base::empty::index_select(&x, &[2, 0], 0)?.to_vec2::<u32>()?, [[4, 5], [0, 1]]);
+/// assert_eq!(candle_dist_base::empty::index_select(&x, &[], 1)?.dims(), [3, 0]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 ///
@@ -112,7 +112,7 @@ pub fn index_select(x: &Tensor, indexes: &[u32], dim: usize) -> Result<Tensor> {
 ///
 /// ```
 /// use candle_core::{DType, Device, Var};
-/// use candle_dist::empty;
+/// use candle_dist_base::empty;
 ///
 /// let x = Var::ones((2, 3), DType::F32, &Device::Cpu)?;
 /// let grads = empty::zeros_of(&[&x], (2, 0), DType::F32)?.sum_all()?.backward()?;
