@@ -48,6 +48,24 @@ def fp8(facts):
     facts["fp8_tensor"] = {"weight": codes, "weight_scale": scale, "input_scale": scale * 3, "want": codes.float() * scale}
 
 
+def nvfp4(facts):
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat([values, -values])
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 16, (ROWS, COLUMNS), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(ROWS, COLUMNS // 16, generator=generator) * 400).to(torch.float8_e4m3fn)
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    whole = values[codes.long()] * scales.float().repeat_interleave(16, 1)
+    factor, divisor = torch.tensor(0.0003), torch.tensor([1234.5])
+    facts["nvfp4"] = {
+        "weight": packed, "weight_scale": scales, "weight_scale_2": factor, "input_scale": factor * 3, "want": whole * factor,
+    }
+    facts["nvfp4_packed"] = {
+        "weight_packed": packed, "weight_scale": scales, "weight_global_scale": divisor, "input_global_scale": divisor,
+        "want": whole * (1 / divisor),
+    }
+
+
 def compressed(facts):
     cases = {
         "float_channel": (NaiveQuantizationCompressor, dict(num_bits=8, type="float", strategy="channel", symmetric=True)),
@@ -132,9 +150,9 @@ def bitsandbytes(facts):
 
 def main():
     facts = {}
-    for add in [fp8, compressed, gptq, awq, bitsandbytes]:
+    for add in [fp8, nvfp4, compressed, gptq, awq, bitsandbytes]:
         add(facts)
-    tensors = {f"{case}.{name}": value.contiguous() for case, of_case in facts.items() for name, value in of_case.items()}
+    tensors = {f"{case}.{name}": value.contiguous().clone() for case, of_case in facts.items() for name, value in of_case.items()}
     save_file(tensors, sys.argv[1])
     for name, value in sorted(tensors.items()):
         print(name, value.dtype, list(value.shape))

@@ -18,11 +18,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import llama_facts
-from lm_facts import DELTA, DENSE, MIXTURES, PROMPT, ROPE, SIZES, WINDOWS, greedy_without_cache
+from lm_facts import DELTA, DENSE, MIXTURES, MODELS, PROMPT, ROPE, SIZES, WINDOWS, greedy_without_cache
 
 PATH = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "lm" / "wrappers.json"
 IMAGES = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8)
 QWEN = dict(depth=1, hidden_size=16, intermediate_size=20, num_heads=2, out_hidden_size=32, patch_size=4)
+KIMI = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2)
 MROPE = dict(ROPE, mrope_section=[1, 1, 2])
 TOKENS = dict(image_token_id=30, video_token_id=31, vision_start_token_id=32, vision_end_token_id=33)
 CASES = {
@@ -77,6 +78,25 @@ CASES["mistral3 around mistral4"] = (
     dict(model_type="mistral4", **MIXTURES["mistral4"][1]),
 )
 
+CASES["qwen3 vl moe"] = (
+    "Qwen3VLMoe",
+    dict(vision_config=dict(QWEN, num_position_embeddings=16, deepstack_visual_indexes=[0]), tie_word_embeddings=False, **TOKENS),
+    dict(MIXTURES["qwen3 moe"][1], rope_parameters=dict(MROPE, mrope_interleaved=True)),
+)
+CASES["kimi k2.5"] = (
+    "Kimi_K25", dict(vision_config=KIMI, tie_word_embeddings=False), MIXTURES["deepseek v3 mixture"][1],
+)
+CASES["exaone 4.5"] = (
+    "Exaone4_5_",
+    dict(vision_config=dict(QWEN, fullatt_block_indexes=[0]), tie_word_embeddings=False, image_token_id=30, video_token_id=31),
+    dict(model_type="exaone4_5_text", **DENSE["exaone4"][1]),
+)
+CASES["lfm2 vl"] = (
+    "Lfm2Vl",
+    dict(vision_config=dict(IMAGES, model_type="siglip2_vision_model", num_patches=4), projector_hidden_size=8, image_token_id=30),
+    dict(model_type="lfm2", **MODELS["lfm2"][1]),
+)
+
 
 def fact(case, family, whole, text):
     kind = f"{family}ForConditionalGeneration"
@@ -85,7 +105,9 @@ def fact(case, family, whole, text):
     with tempfile.TemporaryDirectory() as folder:
         getattr(transformers, kind)(config).save_pretrained(folder)
         path = Path(folder) / "model.safetensors"
-        shapes = {name: list(tensor.shape) for name, tensor in load_file(path).items()}
+        # transformers 5.24 saves the layers of Kimi K2.5 under the name of those for images, and reads them under that of released files.
+        released = lambda name: name.replace("language_model.model.blocks.", "language_model.model.layers.")
+        shapes = {released(name): list(tensor.shape) for name, tensor in load_file(path).items()}
         tensors = {name: llama_facts.weight(name, tuple(shape)).contiguous() for name, shape in shapes.items()}
         save_file(tensors, path, metadata=dict(format="pt"))
         model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

@@ -21,8 +21,9 @@ pub(crate) struct DeltaNet {
     inputs: DeltaInputs,
     /// Of queries, keys and values.
     convs: StreamConvs,
-    /// The logarithms of how fast value heads forget.
+    /// The logarithms of how fast value heads forget, or these rates, which are negative.
     a_log: DTensor,
+    has_rates: bool,
     dt_bias: DTensor,
     norm: DTensor,
     eps: f64,
@@ -92,6 +93,7 @@ impl DeltaNet {
             inputs,
             convs: StreamConvs([conv("q", heads.key_dim)?, conv("k", heads.key_dim)?, conv("v", all)?]),
             a_log: of_value_heads("A_log", forgets)?,
+            has_rates: config.parts.has_rates,
             dt_bias: of_value_heads("dt_bias", Init::Const(1.0))?,
             norm: vb.pp("norm").get(heads.value_dim, "weight", Init::Const(1.0), Replicate, false)?,
             eps: config.rms_norm_eps,
@@ -143,7 +145,8 @@ impl DeltaNet {
     fn log_decay(&self, a: &DTensor) -> Result<DTensor> {
         let of_heads = |x: &DTensor| x.to_dtype(DType::F32)?.split_units(0, self.heads.values());
         let time = a.to_dtype(DType::F32)?.add(&of_heads(&self.dt_bias)?)?;
-        softplus(&time)?.mul(&of_heads(&self.a_log)?.exp()?)?.neg()
+        let rates = of_heads(&self.a_log)?;
+        softplus(&time)?.mul(&if self.has_rates { rates } else { rates.exp()?.neg()? })
     }
 }
 

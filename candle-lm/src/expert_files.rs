@@ -57,13 +57,27 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
     }
     for layer in (0..config.num_hidden_layers).filter(|&layer| experts.are_in(layer)) {
         let at = |name: &str| format!("model.layers.{layer}.{name}");
-        let [gate, up, _] = EXPERTS.map(at);
+        let [gate, up, down] = EXPERTS.map(at);
         let fused = at(GATE_UP);
-        if weights.names().any(|name| name == fused) {
-            let want = [experts.count, 2 * experts.hidden, config.hidden_size];
-            let has = weights.shape(&fused)?;
-            ensure!(has == want, "{fused:?} is {has:?}, and config.json says {want:?}");
-            weights = weights.split_dim(&fused, 1, &[(&gate, experts.hidden), (&up, experts.hidden)])?;
+        if weights.contains_tensor(&fused) {
+            let (inner, hidden) = (experts.hidden, config.hidden_size);
+            let (mut want, mut of_down) =
+                ([experts.count, 2 * inner, hidden], [experts.count, hidden, inner]);
+            // Files of Qwen 3 VL have the matrices transposed, as one of the two shapes shows.
+            let turned = [[experts.count, hidden, 2 * inner], [experts.count, inner, hidden]];
+            let is_turned = turned != [want, of_down]
+                && [weights.shape(&fused)?, weights.shape(&down)?] == [&turned[0][..], &turned[1][..]];
+            if is_turned {
+                [want, of_down] = turned;
+            }
+            for (name, want) in [(&fused, want), (&down, of_down)] {
+                let has = weights.shape(name)?;
+                ensure!(has == want, "{name:?} is {has:?}, and config.json says {want:?}");
+            }
+            for name in [&fused, &down].into_iter().filter(|_| is_turned) {
+                weights = weights.transpose(name)?;
+            }
+            weights = weights.split_dim(&fused, 1, &[(&gate, inner), (&up, inner)])?;
         }
         for part in EXPERTS.map(at) {
             if weights.names().all(|name| name != part) {

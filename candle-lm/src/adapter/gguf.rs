@@ -42,6 +42,7 @@ pub(super) fn unpack(path: &Path, files: &Files, folder: &Path) -> Result<()> {
     let mut tensors = HashMap::new();
     let (mut ranks, mut alphas) = (BTreeMap::new(), BTreeMap::new());
     let names: Vec<String> = weights.names().map(str::to_owned).collect();
+    let has_gates = gguf::has_gates(names.iter().map(String::as_str));
     for name in &names {
         let (tensor, factor) = match (name.strip_suffix(".lora_a"), name.strip_suffix(".lora_b")) {
             (Some(tensor), _) => (tensor, "A"),
@@ -50,7 +51,7 @@ pub(super) fn unpack(path: &Path, files: &Files, folder: &Path) -> Result<()> {
             _ if name.ends_with("_norm.weight") => continue,
             _ => bail!("{name:?} is no factor of an adapter"),
         };
-        let in_memory = gguf::renamed(tensor, &files.config);
+        let in_memory = gguf::renamed(tensor, &files.config, has_gates);
         let hub = if in_memory == tensor { in_memory } else { files.config.stored_name(&in_memory) };
         let module = hub.strip_suffix(".weight").filter(|_| hub != tensor);
         let module = module.with_context(|| format!("{name:?} changes a tensor that is not known"))?;

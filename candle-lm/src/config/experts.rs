@@ -5,7 +5,7 @@ use candle_shard::nn::{ExpertGate, ExpertGroups, Scores};
 use serde_json::{Value, json};
 
 use super::fields::FieldRule::{self, Harmless, Only, Used};
-use super::fields::Plain::{Text, True, Zero};
+use super::fields::Plain::{False, Text, True, Zero};
 use super::fields::{Fields, joined, shortened};
 
 /// The experts of a model, which replace the feed-forward networks of some layers.
@@ -156,7 +156,7 @@ pub(super) const MIXTRAL_FIELDS: [(&str, FieldRule); 7] = joined(
     [("norm_topk_prob", Only(True)), ("router_jitter_noise", Only(Zero)), ("sliding_window", Used)],
 );
 
-pub(super) const QWEN_FIELDS: [(&str, FieldRule); 14] = joined(
+pub(super) const QWEN_FIELDS: [(&str, FieldRule); 15] = joined(
     ROUTER,
     [
         ("attention_bias", Used),
@@ -167,6 +167,7 @@ pub(super) const QWEN_FIELDS: [(&str, FieldRule); 14] = joined(
         ("norm_topk_prob", Used),
         // What transformers 4 calls num_local_experts.
         ("num_experts", Used),
+        ("qkv_bias", Only(False)),
         ("sliding_window", Used),
         ("use_qk_norm", Only(True)),
         ("use_sliding_window", Used),

@@ -20,6 +20,8 @@ pub(super) enum FieldRule {
     Harmless,
     /// It may only say this, as one that is absent does.
     Only(Plain),
+    /// It may only repeat what this other field says.
+    Same(&'static str),
 }
 
 /// A value that a table can hold.
@@ -138,7 +140,9 @@ static COMMON: &[(&str, FieldRule)] = {
         ("initializer_range", Harmless),
         ("is_llama_config", Harmless),
         ("label2id", Harmless),
+        ("max_model_len", Harmless),
         ("max_sequence_length", Harmless),
+        ("model_max_length", Harmless),
         ("output_attentions", Harmless),
         ("output_hidden_states", Harmless),
         ("pad_token_id", Harmless),
@@ -186,22 +190,18 @@ impl Fields {
         let family = family
             .with_context(|| format!("model_type {model_type} is not supported; supported: {}", known()))?;
         if let Some(architectures) = fields.get("architectures").filter(|said| !said.is_null()) {
-            // The first files of ERNIE have one underscore more.
-            let is_own = |name: &Value| {
-                name.as_str()
-                    .is_some_and(|name| name.replace('_', "") == family.architecture.replace('_', ""))
-            };
-            let is_known = architectures.as_array().is_some_and(|list| list.iter().all(is_own));
             ensure!(
-                is_known,
+                are_of(architectures, family.architecture),
                 "architectures {architectures} is not supported; supported: [{:?}]",
                 family.architecture
             );
         }
         for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
-            // A width of 0 is that of a part that is not there, and an empty list names no layer.
+            // A width of 0 is that of a part that is not there, as are 0 experts, and an empty list names no layer.
             let counts = ["num_nextn_predict_layers", "mtp_num_hidden_layers"];
-            let is_zero = *value == 0 && (name.ends_with("_size") || counts.contains(&name.as_str()));
+            let is_part =
+                name.ends_with("_size") || name.contains("expert") || counts.contains(&name.as_str());
+            let is_zero = *value == 0 && is_part;
             let is_absent = is_zero || value.as_array().is_some_and(Vec::is_empty);
             match family.fields.iter().chain(COMMON).find(|(known, _)| known == name) {
                 Some((_, FieldRule::Used | FieldRule::Harmless)) => {}
@@ -210,6 +210,15 @@ impl Fields {
                     let name = unknown.name_of(name);
                     unknown
                         .refuse(&name, format!("{name} is {value}, and only {} is supported", only.text()));
+                }
+                Some((_, FieldRule::Same(other)))
+                    if fields.get(*other).is_some_and(|other| same(value, other)) => {}
+                Some((_, FieldRule::Same(other))) => {
+                    let said = fields.get(*other).cloned().unwrap_or_default();
+                    let name = unknown.name_of(name);
+                    let reason =
+                        format!("{name} is {}, and {other} is {}", shortened(value), shortened(&said));
+                    unknown.refuse(&name, reason);
                 }
                 // Where a family has a switch, another one may always do what it switches.
                 None if families().any(|other| other.has(name))
@@ -350,6 +359,18 @@ pub(super) fn without_infinity(text: &str) -> Cow<'_, str> {
         }
     }
     made.into()
+}
+
+/// Whether a list of architectures has this one alone. The first files of Llama, ERNIE and Kimi have other capitals or underscores.
+pub(super) fn are_of(architectures: &Value, architecture: &str) -> bool {
+    let plain = |name: &str| name.replace('_', "").to_lowercase();
+    let is_own = |name: &Value| name.as_str().is_some_and(|name| plain(name) == plain(architecture));
+    architectures.as_array().is_some_and(|list| list.iter().all(is_own))
+}
+
+/// Whether two values are equal, or equal numbers.
+fn same(one: &Value, other: &Value) -> bool {
+    one == other || one.as_f64().is_some_and(|number| other.as_f64() == Some(number))
 }
 
 /// A number that is finite and more than 0.

@@ -13,6 +13,7 @@ pub(super) mod tensors;
 pub(super) mod unknown;
 pub(super) mod wrapper;
 
+use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
@@ -20,7 +21,7 @@ use candle_shard::Weights;
 use candle_shard::nn::Heads;
 use candle_shard::regular;
 use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use fields::Fields;
 pub use generation::GenerationConfig;
@@ -130,6 +131,18 @@ fn quantization(field: Option<&Value>) -> Result<Option<Value>> {
     Ok(Some(field.clone()))
 }
 
+/// Returns the `quantization_config` that ModelOpt writes into a file of its own.
+fn of_modelopt(folder: &Path) -> Result<Option<Value>> {
+    let name = "hf_quant_config.json";
+    let text = match regular::read_text(folder.join(name), regular::CONFIG) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        text => text.with_context(|| name)?,
+    };
+    let said: Value = serde_json::from_str(&text).context(name)?;
+    let algo = said["quantization"]["quant_algo"].clone();
+    Ok((!algo.is_null()).then(|| json!({"quant_method": "modelopt", "quant_algo": algo})))
+}
+
 impl Config {
     /// The config of the model in `folder`, without what the fields `ignored` say.
     ///
@@ -139,7 +152,11 @@ impl Config {
         let path = folder.join("config.json");
         let parsed = || {
             let text = regular::read_text(&path, regular::CONFIG)?;
-            Self::from_fields(serde_json::from_str(&fields::without_infinity(&text))?, ignored)
+            let mut fields: Map<String, Value> = serde_json::from_str(&fields::without_infinity(&text))?;
+            if fields.get("quantization_config").is_none_or(Value::is_null) {
+                fields.extend(of_modelopt(folder)?.map(|value| ("quantization_config".to_owned(), value)));
+            }
+            Self::from_fields(fields, ignored)
         };
         parsed().with_context(|| format!("{}", path.display()))
     }

@@ -71,7 +71,7 @@ pub struct Parts {
     pub names: &'static ModuleNames,
     /// What files call the model without its output layer.
     pub model_name: &'static str,
-    /// Whether files hold the rates of Mamba 2, which are negative, in the place of the logarithms of their sizes.
+    /// Whether files hold the rates at which states are forgotten, which are negative, in the place of the logarithms of their sizes.
     pub has_rates: bool,
 }
 

@@ -103,9 +103,19 @@ pub(super) fn is_full_attention(value: &Value) -> bool {
     value.as_array().is_some_and(|items| !items.is_empty() && items.iter().all(|item| item == FULL))
 }
 
+/// Whether a field names a token, or says how exactly something is computed that is computed in 32 bits here.
+fn is_aside(name: &str, value: &Value) -> bool {
+    let is_token = |value: &Value| value.is_i64();
+    let are_tokens = |value: &Value| value.as_array().is_some_and(|items| items.iter().all(is_token));
+    let names_token = name.ends_with("_id") && is_token(value);
+    let names_tokens = name.ends_with("token_ids") && are_tokens(value);
+    names_token || names_tokens || (name.ends_with("_in_fp32") && value.is_boolean())
+}
+
 /// Whether a value switches something off, is a name, or says that all layers are of the common kind.
 fn is_off(name: &str, value: &Value) -> bool {
     match value {
+        _ if is_aside(name, value) => true,
         Value::Null => true,
         Value::Bool(on) => !on && !ON.iter().any(|word| name.contains(word)),
         Value::Number(number) if number.as_f64() == Some(1.0) => {

@@ -3,67 +3,89 @@
 use anyhow::{Result, ensure};
 use serde_json::{Map, Value, json};
 
-use super::fields::shortened;
+use super::fields::{are_of, shortened};
 
 /// A kind of such models.
 struct Wrapper {
     model_type: &'static str,
     architecture: &'static str,
-    /// The family of the language model; `text_config` says it where there are several.
-    family: Option<&'static str>,
+    /// The families of the language model; `text_config` says it where there are several, and else it is the first.
+    families: &'static [&'static str],
 }
 
-const WRAPPERS: [Wrapper; 7] = [
+const WRAPPERS: [Wrapper; 11] = [
     Wrapper {
         model_type: "gemma3",
         architecture: "Gemma3ForConditionalGeneration",
-        family: Some("gemma3_text"),
+        families: &["gemma3_text"],
     },
-    Wrapper { model_type: "mistral3", architecture: "Mistral3ForConditionalGeneration", family: None },
     Wrapper {
-        model_type: "qwen2_vl",
-        architecture: "Qwen2VLForConditionalGeneration",
-        family: Some("qwen2"),
+        model_type: "mistral3",
+        architecture: "Mistral3ForConditionalGeneration",
+        families: &["mistral", "ministral3", "mistral4"],
     },
+    Wrapper { model_type: "qwen2_vl", architecture: "Qwen2VLForConditionalGeneration", families: &["qwen2"] },
     Wrapper {
         model_type: "qwen2_5_vl",
         architecture: "Qwen2_5_VLForConditionalGeneration",
-        family: Some("qwen2"),
+        families: &["qwen2"],
     },
+    Wrapper { model_type: "qwen3_vl", architecture: "Qwen3VLForConditionalGeneration", families: &["qwen3"] },
     Wrapper {
-        model_type: "qwen3_vl",
-        architecture: "Qwen3VLForConditionalGeneration",
-        family: Some("qwen3"),
+        model_type: "qwen3_vl_moe",
+        architecture: "Qwen3VLMoeForConditionalGeneration",
+        families: &["qwen3_moe"],
     },
     Wrapper {
         model_type: "qwen3_5",
         architecture: "Qwen3_5ForConditionalGeneration",
-        family: Some("qwen3_5_text"),
+        families: &["qwen3_5_text"],
     },
     Wrapper {
         model_type: "qwen3_5_moe",
         architecture: "Qwen3_5MoeForConditionalGeneration",
-        family: Some("qwen3_5_moe_text"),
+        families: &["qwen3_5_moe_text"],
+    },
+    Wrapper {
+        model_type: "kimi_k25",
+        architecture: "KimiK25ForConditionalGeneration",
+        families: &["deepseek_v3", "kimi_k2"],
+    },
+    Wrapper {
+        model_type: "exaone4_5",
+        architecture: "Exaone4_5_ForConditionalGeneration",
+        families: &["exaone4"],
+    },
+    Wrapper {
+        model_type: "lfm2_vl",
+        architecture: "Lfm2VlForConditionalGeneration",
+        families: &["lfm2", "lfm2_moe"],
     },
 ];
 
-/// Fields that say how images become tokens.
-const OF_IMAGES: [&str; 19] = [
-    "boi_token_id",
-    "boi_token_index",
-    "eoi_token_id",
-    "eoi_token_index",
+/// Words in the names of fields outside of `text_config` that say how images become tokens.
+const WORDS_OF_IMAGES: [&str; 13] = [
+    "boi_",
+    "downsample",
+    "eoi_",
+    "ignore_index",
+    "image",
+    "patch",
+    "pixel",
+    "project",
+    "spatial_merge",
+    "thumbnail",
+    "tile",
+    "video",
+    "vision",
+];
+
+/// Fields among those of texts that say the same.
+const OF_IMAGES: [&str; 8] = [
     "image_token_id",
-    "image_token_index",
-    "mm_tokens_per_image",
-    "multimodal_projector_bias",
-    "projector_hidden_act",
-    "spatial_merge_size",
     "video_token_id",
     "vision_config",
     "vision_end_token_id",
-    "vision_feature_layer",
-    "vision_feature_select_strategy",
     "vision_start_token_id",
     "vision_token_id",
     // How positions of images are shared out. A text has the same position in all shares.
@@ -83,7 +105,7 @@ const OF_BOTH: [&str; 7] = [
 ];
 
 /// The parts of models that turn images into tokens, by the beginnings of their tensors' names.
-const PARTS_OF_IMAGES: [&str; 3] = ["vision_tower.", "multi_modal_projector.", "visual."];
+const PARTS_OF_IMAGES: [&str; 4] = ["vision_tower.", "multi_modal_projector.", "mm_projector.", "visual."];
 
 /// The fields of the language model of a config, and whether there is more than that.
 ///
@@ -92,8 +114,8 @@ const PARTS_OF_IMAGES: [&str; 3] = ["vision_tower.", "multi_modal_projector.", "
 pub(super) fn unwrapped(mut fields: Map<String, Value>) -> Result<(Map<String, Value>, bool)> {
     let wrapper =
         fields.get("model_type").and_then(|kind| WRAPPERS.iter().find(|wrapper| kind == wrapper.model_type));
-    let Some(Wrapper { model_type, architecture, family }) = wrapper else { return Ok((fields, false)) };
-    let is_own = |said: &Value| said.is_null() || *said == json!([architecture]);
+    let Some(Wrapper { model_type, architecture, families }) = wrapper else { return Ok((fields, false)) };
+    let is_own = |said: &Value| said.is_null() || are_of(said, architecture);
     let said = fields.remove("architectures").unwrap_or_default();
     ensure!(
         is_own(&said),
@@ -105,18 +127,19 @@ pub(super) fn unwrapped(mut fields: Map<String, Value>) -> Result<(Map<String, V
                 text.remove("architectures");
             }
             let kind = text.get("model_type").and_then(Value::as_str).map(str::to_owned);
-            match (family, kind) {
-                (Some(family), Some(kind)) => ensure!(
-                    [*family, model_type].contains(&&*kind) || kind == format!("{model_type}_text"),
-                    "text_config has model_type {kind:?}; expected {family:?} in {model_type}"
-                ),
-                (None, None) => drop(text.insert("model_type".into(), json!("mistral"))),
-                _ => {}
-            }
+            let own = [model_type.to_string(), format!("{model_type}_text")];
+            let family = kind.filter(|kind| !own.contains(kind)).unwrap_or_else(|| families[0].into());
+            ensure!(
+                families.contains(&&*family),
+                "text_config has model_type {family:?}; expected {} in {model_type}",
+                families.join(" or ")
+            );
+            text.insert("model_type".into(), json!(family));
             fields.remove("model_type");
+            fields.retain(|name, _| !WORDS_OF_IMAGES.iter().any(|word| name.contains(word)));
             text
         }
-        None | Some(Value::Null) => Map::new(),
+        None | Some(Value::Null) => Map::from_iter([("model_type".to_owned(), json!(families[0]))]),
         Some(other) => anyhow::bail!("text_config is {}; expected an object", shortened(&other)),
     };
     // Null is a value of other fields: no window.
@@ -134,7 +157,6 @@ pub(super) fn unwrapped(mut fields: Map<String, Value>) -> Result<(Map<String, V
             text.entry(name).or_insert(value);
         }
     }
-    text.extend(family.map(|family| ("model_type".to_owned(), json!(family))));
     // Files leave out what transformers has by default.
     let has_base = ["rope_theta", "rope_parameters"]
         .iter()
@@ -152,7 +174,7 @@ pub(super) fn unwrapped(mut fields: Map<String, Value>) -> Result<(Map<String, V
         }),
         "qwen2_vl" | "qwen2_5_vl" if !has_base => json!({"max_window_layers": 80, "rope_theta": 1_000_000.0}),
         "qwen2_vl" | "qwen2_5_vl" => json!({"max_window_layers": 80}),
-        "qwen3_vl" if !has_base => json!({"rope_theta": 500_000.0}),
+        "qwen3_vl" | "qwen3_vl_moe" if !has_base => json!({"rope_theta": 500_000.0}),
         _ => json!({}),
     };
     for (name, value) in absent.as_object().into_iter().flatten() {

@@ -7,6 +7,8 @@ use serde_json::{Map, Value, json};
 use super::{Metadata, plain};
 use crate::config::MOST_LAYERS;
 use crate::config::experts::MIXTRAL;
+use crate::config::tensors::{EXPERT_BIASES, EXPERTS};
+use crate::expert_files::GATE_UP;
 
 /// How logits become scores, after the name of the architecture: 1 for the softmax, and 2 for the logistic function.
 const SCORES: &str = "expert_gating_func";
@@ -152,13 +154,32 @@ pub(super) fn fields(
 }
 
 /// Takes away the field that says whether weights are normalized, which llama.cpp takes for granted.
-fn normalizes(kind: &str, fields: &mut Map<String, Value>) -> Result<()> {
+pub(super) fn normalizes(kind: &str, fields: &mut Map<String, Value>) -> Result<()> {
     let normalize = fields.remove("norm_topk_prob");
     ensure!(
         normalize.is_none_or(|value| value == json!(true)),
         "{kind}.expert_weights_norm is false, and only true is supported"
     );
     Ok(())
+}
+
+/// The tensors with the gates and the ups of all experts of a layer by themselves, which some files have in one.
+///
+/// # Errors
+/// If one has another shape; it is named.
+pub(super) fn apart(mut weights: Weights) -> Result<Weights> {
+    for (whole, parts) in [(GATE_UP.to_owned(), EXPERTS), (format!("{GATE_UP}_bias"), EXPERT_BIASES)] {
+        let layers: Vec<String> =
+            weights.names().filter_map(|name| name.strip_suffix(&whole)).map(str::to_owned).collect();
+        for layer in layers {
+            let name = format!("{layer}{whole}");
+            let rows = weights.shape(&name)?.get(1).copied().unwrap_or(0);
+            ensure!(rows.is_multiple_of(2), "{name:?} has {rows} rows; expected as many gates as ups");
+            let parts = [0, 1].map(|at| (format!("{layer}{}", parts[at]), rows / 2));
+            weights = weights.split_dim(&name, 1, &parts)?;
+        }
+    }
+    Ok(weights)
 }
 
 /// The name that a tensor of one expert has on the Hub, in files whose experts are not stacked.

@@ -1,5 +1,6 @@
 //! Models in GGUF files: the config and the names of tensors that the Hub's files would have.
 
+mod delta_net;
 mod experts;
 pub(super) mod export;
 mod latent;
@@ -29,7 +30,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 41] = [
+const ARCHITECTURES: [(&str, &str, bool); 44] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -74,6 +75,9 @@ const ARCHITECTURES: [(&str, &str, bool); 41] = [
     ("granitehybrid", "granitemoehybrid", true),
     ("mamba2", "mamba2", false),
     ("nemotron_h", "nemotron_h", true),
+    ("qwen35", "qwen3_5_text", false),
+    ("qwen35moe", "qwen3_5_moe_text", false),
+    ("qwen3next", "qwen3_next", false),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
@@ -177,8 +181,8 @@ const NORMS: [&str; 4] = ["attn_norm", "post_attention_norm", "ffn_norm", "post_
 /// The norms of queries and keys.
 const QK_NORMS: [&str; 2] = ["attn_q_norm", "attn_k_norm"];
 
-/// The family whose files of the Hub alone have gates and ups in one.
-const GRANITE_4: &str = "granitemoehybrid";
+/// The network that all tokens use beside their experts, which some files of the Hub call otherwise.
+const SHARED_EXPERTS: &str = "mlp.shared_experts";
 
 /// The taps of a short convolution, which files have without the dim of inputs of a channel.
 const CONV: &str = "conv.conv";
@@ -194,24 +198,36 @@ pub(super) fn open(path: &Path, ignored: &[String], has_values: bool) -> Result<
     let config =
         config(metadata, ignored, &weights, has_values).with_context(|| format!("{}", path.display()))?;
     let has_head = weights.names().any(|name| name == "output.weight");
-    let mut weights = weights.rename(|name| renamed(name, &config))?;
+    let kind = architecture(metadata).cloned().unwrap_or_default();
+    let has_gates = has_gates(weights.names());
+    let mut weights = weights.rename(|name| renamed(name, &config, has_gates))?;
     let taps = |name: &&str| name.ends_with(&format!(".{CONV}.weight"));
     for name in weights.names().filter(taps).map(str::to_owned).collect::<Vec<_>>() {
         if weights.shape(&name)?.len() == 2 {
             weights = weights.unsqueeze(&name, 1)?;
         }
     }
-    let weights = mamba::shaped(latent::joined(weights)?)?;
+    let weights = mamba::shaped(latent::joined(experts::apart(weights)?)?)?;
+    let weights = delta_net::shaped(&kind, weights, &config)?;
     // A stage with the output layer reads the table by itself.
     let weights =
         if has_head { weights } else { weights.alias("model.embed_tokens.weight", "lm_head.weight")? };
     Ok((config, weights))
 }
 
+/// What a file calls its kind of model.
+fn architecture(metadata: &Metadata) -> Option<&String> {
+    metadata.get("general.architecture")?.to_string().ok()
+}
+
+/// Whether a file of these tensors has gates of feed-forward networks by themselves, and not in one with their ups.
+pub(crate) fn has_gates<'a>(mut names: impl Iterator<Item = &'a str>) -> bool {
+    names.any(|name| name.contains(".ffn_gate."))
+}
+
 /// What a `config.json` would say.
 fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values: bool) -> Result<Config> {
-    let text = |key: &str| metadata.get(key).and_then(|value| value.to_string().ok());
-    let kind = text("general.architecture").context("there is no general.architecture")?;
+    let kind = architecture(metadata).context("there is no general.architecture")?;
     let known = || ARCHITECTURES.map(|(name, ..)| name).join(", ");
     let own = |key: &str| metadata.get(&format!("{kind}.{key}"));
     let number = |key: &str| own(key).and_then(whole);
@@ -232,7 +248,8 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
             continue;
         };
         let is_latent = latent::is_kind(kind) && latent::KEYS.contains(&own);
-        if is_latent || rope::KEYS.contains(&own) || experts::KEYS.contains(&own) {
+        let is_delta = delta_net::is_kind(kind) && delta_net::KEYS.contains(&own);
+        if is_latent || is_delta || rope::KEYS.contains(&own) || experts::KEYS.contains(&own) {
             continue;
         }
         let Some((_, name)) = FIELDS.iter().find(|(field, _)| *field == own) else {
@@ -289,6 +306,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         granite(kind, &mut fields)?;
     }
     rope::fields(kind, metadata, (weights, has_values), &mut fields)?;
+    if delta_net::is_kind(kind) {
+        delta_net::fields(kind, metadata, weights, &mut fields)?;
+    }
     match latent::is_kind(kind) {
         true => latent::fields(kind, metadata, weights, &mut fields)?,
         false => experts::fields(kind, metadata, weights, &mut fields)?,
@@ -326,6 +346,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     // The norms of Gemma's files have the one in them.
     config.parts.norms_add_one = false;
     config.parts.has_rates = mamba::KINDS.contains(&kind.as_str());
+    delta_net::configure(kind, weights, &mut config);
     if is_permuted {
         (config.parts.pairs, config.parts.permuted) = (RopePairs::Neighbors, true);
     }
@@ -413,14 +434,14 @@ fn lfm2(kind: &str, fields: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
-/// The name that a tensor has on the Hub, or its own if there is none.
-pub(crate) fn renamed(name: &str, config: &Config) -> String {
+/// The name that a tensor has on the Hub, or its own if there is none, in a file that [has gates](has_gates) or not.
+pub(crate) fn renamed(name: &str, config: &Config, has_gates: bool) -> String {
     if let Some((_, hub)) = TENSORS.iter().find(|(gguf, _)| *gguf == name) {
         return (*hub).to_owned();
     }
     let parts: Vec<&str> = name.split('.').collect();
     if let ["blk", layer, rest @ ..] = &parts[..]
-        && let Some(name) = mamba::renamed(layer, rest)
+        && let Some(name) = delta_net::renamed(layer, rest, config).or_else(|| mamba::renamed(layer, rest))
     {
         return name;
     }
@@ -442,10 +463,7 @@ pub(crate) fn renamed(name: &str, config: &Config) -> String {
         (_, Some(at)) => {
             return format!("model.layers.{layer}.self_attn.{}.{parameter}", parts.qk_norm.names()[at]);
         }
-        // A converter takes the two of Granite 4 apart.
-        _ if module == "ffn_up" && parts.fused.contains(&FUSED_GATE) && config.family != GRANITE_4 => {
-            Some(FUSED_GATE)
-        }
+        _ if module == "ffn_up" && parts.fused.contains(&FUSED_GATE) && !has_gates => Some(FUSED_GATE),
         _ => MODULES.iter().find(|(gguf, _)| *gguf == module).map(|(_, hub)| *hub),
     };
     match hub {
@@ -455,8 +473,8 @@ pub(crate) fn renamed(name: &str, config: &Config) -> String {
             format!("model.layers.{layer}.{hub}{bias}")
         }
         Some(hub) => {
-            let one = config.family == "qwen2_moe";
-            let hub = if one { hub.replace(".shared_experts.", ".shared_expert.") } else { hub.to_owned() };
+            let shared = parts.experts.as_ref().map_or(SHARED_EXPERTS, |experts| experts.names.shared[0]);
+            let hub = hub.replace(SHARED_EXPERTS, shared);
             format!("model.layers.{layer}.{hub}.{parameter}")
         }
     }

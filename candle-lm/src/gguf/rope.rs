@@ -9,7 +9,18 @@ use super::{Metadata, latent, plain, whole};
 use crate::config::{Config, RopeScaling};
 
 /// The kinds of models that may turn a share of each head.
-const SHARES: [&str; 7] = ["phi3", "chatglm", "glm4", "glm4moe", "minimax-m2", "nemotron", "stablelm"];
+const SHARES: [&str; 10] = [
+    "phi3",
+    "chatglm",
+    "glm4",
+    "glm4moe",
+    "minimax-m2",
+    "nemotron",
+    "stablelm",
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+];
 
 /// The tensor with a divisor for each frequency: the scaling of Llama 3.
 pub(super) const FREQUENCIES: &str = "rope_freqs.weight";

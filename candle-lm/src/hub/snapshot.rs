@@ -19,13 +19,14 @@ use crate::config::Config;
 /// The files of a folder that a model needs.
 pub(super) const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
 /// Those that it may have.
-pub(super) const OPTIONAL: [&str; 6] = [
+pub(super) const OPTIONAL: [&str; 7] = [
     "generation_config.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "hf_quant_config.json",
 ];
 
 const SINGLE: &str = "model.safetensors";

@@ -27,6 +27,14 @@ fn cases() -> Vec<(&'static str, Value)> {
     vec![
         ("fp8_block", json!({"quant_method": "fp8", "weight_block_size": [16, 40]})),
         ("fp8_tensor", json!({"quant_method": "fp8"})),
+        ("fp8_tensor", json!({"quant_method": "modelopt", "quant_algo": "FP8"})),
+        ("fp8_tensor", json!({"producer": {"name": "modelopt"}, "quant_algo": "MIXED_PRECISION"})),
+        ("float_channel", json!({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})),
+        ("nvfp4", json!({"quant_method": "modelopt", "quant_algo": "NVFP4"})),
+        (
+            "nvfp4_packed",
+            compressed("nvfp4-pack-quantized", json!({"num_bits": 4, "type": "float", "group_size": 16})),
+        ),
         ("float_channel", compressed("float-quantized", of_8("float"))),
         ("float_block", compressed("float-quantized", block)),
         ("int_channel", compressed("int-quantized", of_8("int"))),
@@ -317,6 +325,47 @@ fn columns_are_dealt_out_and_matrices_transposed_where_files_have_floats() {
     refused(open().deal("x", &["a", "b", "c", "d"]), "has 6 columns");
     refused(open().deal("x", &["a", "a"]), "\"a\"");
     refused(open().transpose("y"), "\"y\"");
+}
+
+#[test]
+fn rows_and_columns_are_read_in_another_order() {
+    let folder = Scratch::new("schemes-orders");
+    let path = folder.path("w.safetensors");
+    let x = Tensor::arange(0f32, 24., &Device::Cpu).unwrap().reshape((6, 4)).unwrap();
+    x.save_safetensors("x", &path).unwrap();
+    let open = || Weights::open(&path).unwrap();
+    let parts = [("a", vec![4..6, 0..1]), ("b", vec![1..2, 3..4, 2..3])];
+    for ranks in [1, 2, 3] {
+        let (path, x, parts) = (path.clone(), x.clone(), parts.clone());
+        on_ranks(ranks, "orders", move |ctx| -> Result<()> {
+            let mesh = mesh(ctx, &[ranks])?;
+            let rows = Weights::open(&path)?.split_rows("x", &parts)?;
+            let columns = Weights::open(&path)?.permute_columns("x", &[2, 0, 3, 1])?;
+            let of = |order: &[u32], dim: usize| x.index_select(&Tensor::new(order, &Device::Cpu)?, dim);
+            for (weights, name, want) in [
+                (&rows, "a", of(&[4, 5, 0], 0)?),
+                (&rows, "b", of(&[1, 3, 2], 0)?),
+                (&columns, "x", of(&[2, 0, 3, 1], 1)?),
+            ] {
+                for dim in 0..2 {
+                    let spec = Spec::new(&mesh, &[Shard(dim)], want.shape(), DType::F32)?;
+                    let read = weights.read(name, &spec, &Device::Cpu)?;
+                    assert_eq!(read.to_local().to_vec2::<f32>()?, block(&want, &spec)?.to_vec2::<f32>()?);
+                }
+            }
+            Ok(())
+        });
+    }
+    let refused = |made: Result<Weights>, want: &str| {
+        let text = made.err().map(|error| error.to_string()).unwrap_or_default();
+        assert!(text.contains(want), "{text}: {want}");
+    };
+    refused(open().split_rows("x", &[("a", vec![0..3, 2..6])]), "each row once");
+    refused(open().split_rows("x", &[("a", vec![0..3, 4..6])]), "each row once");
+    refused(open().split_rows("x", &[("a", vec![0..7])]), "each row once");
+    refused(open().permute_columns("x", &[0, 1, 2, 2]), "each once");
+    refused(open().permute_columns("x", &[0, 1, 2]), "each once");
+    refused(open().permute_columns("x", &[0, 1, 2, 4]), "each once");
 }
 
 #[test]

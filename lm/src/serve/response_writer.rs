@@ -245,6 +245,9 @@ impl EventWriter for ResponseWriter {
 
     fn fail(&mut self, error: &ApiError, events: &mut VecDeque<String>) {
         self.response["error"] = json!({"code": "server_error", "message": error.message});
+        if let Some(last) = self.items.last_mut().filter(|_| self.open.is_some()) {
+            last["status"] = json!("incomplete");
+        }
         let object = self.object("failed");
         self.push("response.failed", object, events);
     }

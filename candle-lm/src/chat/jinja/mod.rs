@@ -141,7 +141,10 @@ pub(super) fn render(
     })
 }
 
-/// A message as templates see it.
+/// The names that the thoughts of a message may have.
+const THOUGHTS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+/// A message as templates see it. Some read its thoughts by another name than it has for them, so they have both, as in transformers.
 fn value(message: &ChatMessage, work: &WorkBudget) -> Result<JinjaValue, TemplateFailure> {
     let role = message.role.as_str();
     let role = if ROLES.contains(&role) { Text::own(role) } else { Text::foreign(role) };
@@ -150,8 +153,15 @@ fn value(message: &ChatMessage, work: &WorkBudget) -> Result<JinjaValue, Templat
         let content = Text::foreign_but(&message.content, &message.named);
         entries.push((work.own("content")?, work.text(content)?));
     }
-    for (name, json) in message.fields.iter().filter(|(name, _)| *name != "role") {
-        entries.push((work.own(name.as_str())?, parse_json::parse(json, work)?));
+    let mut fields: BTreeMap<&str, &str> =
+        message.fields.iter().map(|(name, json)| (name.as_str(), json.as_str())).collect();
+    let thoughts = THOUGHTS.iter().find_map(|name| fields.get(name).filter(|json| json.trim() != "null"));
+    if let Some(&thoughts) = thoughts {
+        fields.entry("thinking").or_insert(thoughts);
+        fields.insert("reasoning_content", thoughts);
+    }
+    for (name, json) in fields.into_iter().filter(|(name, _)| *name != "role") {
+        entries.push((work.own(name)?, parse_json::parse(json, work)?));
     }
     work.map(entries)
 }

@@ -14,13 +14,7 @@ pub(super) static FAMILIES: [Family; 2] = [
     Family {
         model_type: "cohere",
         architecture: "CohereForCausalLM",
-        fields: &[
-            ("attention_bias", Used),
-            ("layer_norm_eps", Used),
-            ("logit_scale", Used),
-            // The longest sequence of the tokenizer.
-            ("model_max_length", FieldRule::Harmless),
-        ],
+        fields: &[("attention_bias", Used), ("layer_norm_eps", Used), ("logit_scale", Used)],
         absent: FamilyDefaults { rope_theta: 500_000.0, ..ABSENT },
         parts: cohere,
     },
@@ -36,7 +30,6 @@ pub(super) static FAMILIES: [Family; 2] = [
             ("layer_switch", FieldRule::Harmless),
             ("layer_types", Used),
             ("logit_scale", Used),
-            ("model_max_length", FieldRule::Harmless),
             ("order_of_interleaved_layers", Only(Text("local_attn_first"))),
             ("position_embedding_type", Only(Text("rope_gptj"))),
             ("rotary_pct", Only(One)),

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::{Family, FamilyDefaults, PLAIN};
 use crate::config::experts::{Experts, ROUTER};
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
-use crate::config::fields::Plain::{Text, True, Zero};
+use crate::config::fields::Plain::{One, Text, True, Zero};
 use crate::config::fields::{Fields, joined, shortened};
 use crate::config::parts::{Parts, QkNorm};
 
@@ -22,10 +22,14 @@ pub(super) static FAMILIES: [Family; 1] = [Family {
     },
 }];
 
-const MINIMAX_M2: [(&str, FieldRule); 19] = joined(
+const MINIMAX_M2: [(&str, FieldRule); 23] = joined(
     ROUTER,
     [
         ("attn_type_list", Used),
+        // Factors of residuals.
+        ("layernorm_full_attention_beta", Only(One)),
+        ("layernorm_linear_attention_beta", Only(One)),
+        ("layernorm_mlp_beta", Only(One)),
         ("mlp_intermediate_size", Harmless),
         ("mtp_transformer_layers", Harmless),
         ("num_experts", Used),
@@ -38,6 +42,8 @@ const MINIMAX_M2: [(&str, FieldRule); 19] = joined(
         // Without these experts their mode says nothing.
         ("shared_intermediate_size", Only(Zero)),
         ("shared_moe_mode", Harmless),
+        // Of layers with a window, of which there are none.
+        ("swa_rope_theta", Harmless),
         ("use_mtp", Harmless),
         ("use_qk_norm", Only(True)),
         ("use_routing_bias", Only(True)),

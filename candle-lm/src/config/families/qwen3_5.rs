@@ -42,10 +42,10 @@ pub(super) static FAMILIES: [Family; 3] = [
 
 const ABSENT: FamilyDefaults = FamilyDefaults { head_dim: Some(256), rotary_share: 0.25, ..PLAIN };
 
-const QWEN3_5: [(&str, FieldRule); 16] = HYBRID;
+const QWEN3_5: [(&str, FieldRule); 17] = HYBRID;
 
 /// The fields of all of them.
-const HYBRID: [(&str, FieldRule); 16] = [
+const HYBRID: [(&str, FieldRule); 17] = [
     ("attention_bias", Used),
     // What both always do.
     ("attn_output_gate", Only(True)),
@@ -64,13 +64,15 @@ const HYBRID: [(&str, FieldRule); 16] = [
     // Layers that draft tokens.
     ("mtp_num_hidden_layers", Harmless),
     ("mtp_use_dedicated_embeddings", Harmless),
+    // Another name of SiLU, by which the delta rule's outputs are gated.
+    ("output_gate_type", Only(Text("swish"))),
     ("partial_rotary_factor", Used),
     ("use_qk_norm", Only(True)),
 ];
 
-const QWEN3_5_MOE: [(&str, FieldRule); 22] = joined(HYBRID, MIXTURE);
+const QWEN3_5_MOE: [(&str, FieldRule); 23] = joined(HYBRID, MIXTURE);
 
-const QWEN3_NEXT: [(&str, FieldRule); 25] =
+const QWEN3_NEXT: [(&str, FieldRule); 26] =
     joined(QWEN3_5_MOE, [("decoder_sparse_step", Used), ("mlp_only_layers", Used), ("norm_topk_prob", Used)]);
 
 /// The fields of mixtures.

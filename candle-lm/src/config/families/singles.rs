@@ -4,7 +4,7 @@ use candle_nn::Activation;
 use candle_shard::kernels::RopePairs;
 
 use super::{Family, FamilyDefaults, PLAIN, biased, full, windows};
-use crate::config::fields::FieldRule::{self, Only, Used};
+use crate::config::fields::FieldRule::{self, Only, Same, Used};
 use crate::config::fields::Plain::{False, One, Text, True};
 use crate::config::parts::{NormKind, Norms, Parts, QkNorm};
 
@@ -27,7 +27,16 @@ pub(super) static FAMILIES: [Family; 9] = [
     Family {
         model_type: "exaone4",
         architecture: "Exaone4ForCausalLM",
-        fields: &[("layer_types", Used), ("sliding_window", Used), ("sliding_window_pattern", Used)],
+        fields: &[
+            // Of layers that predict further tokens.
+            ("_num_mtp_layers", FieldRule::Harmless),
+            ("layer_types", Used),
+            ("mtp_loss_scaling_factor", FieldRule::Harmless),
+            ("mtp_share_layers", FieldRule::Harmless),
+            ("num_nextn_predict_layers", FieldRule::Harmless),
+            ("sliding_window", Used),
+            ("sliding_window_pattern", Used),
+        ],
         absent: PLAIN,
         parts: |fields, layers| {
             let window = fields.window("sliding_window", Some(4096))?;
@@ -58,8 +67,12 @@ pub(super) static FAMILIES: [Family; 9] = [
             // What transformers does not read, and other programs do.
             ("attention_head_dim", FieldRule::Harmless),
             ("cla_share_factor", FieldRule::Harmless),
+            // Of models that classify texts.
+            ("dense_list", FieldRule::Harmless),
             ("eod_token_id", FieldRule::Harmless),
             ("norm_type", Only(Text("rms"))),
+            ("num_experts", Only(One)),
+            ("org_vocab_size", Same("vocab_size")),
             ("use_cla", Only(False)),
             ("use_qk_norm", Only(True)),
             ("use_rotary_pos_emb", Only(True)),
@@ -101,10 +114,14 @@ pub(super) static FAMILIES: [Family; 9] = [
         model_type: "starcoder2",
         architecture: "Starcoder2ForCausalLM",
         fields: &[
+            // An older name, which hidden_act has replaced.
+            ("activation_function", FieldRule::Harmless),
             ("hidden_act", Only(Text("gelu_pytorch_tanh"))),
+            ("layer_norm_epsilon", Same("norm_epsilon")),
             ("mlp_type", Only(Text("default"))),
             ("norm_epsilon", Used),
             ("norm_type", Only(Text("layer_norm"))),
+            ("scale_attn_weights", Only(True)),
             ("sliding_window", Used),
             ("use_bias", Used),
         ],

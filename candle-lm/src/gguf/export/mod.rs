@@ -94,7 +94,8 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
         _ => family,
     };
     let found = ARCHITECTURES.iter().find(|(_, name, _)| *name == family);
-    let has_states = parts.mixers.iter().any(|mixer| matches!(mixer, MixerKind::Mamba(_)));
+    let has_states =
+        parts.mixers.iter().any(|mixer| matches!(mixer, MixerKind::Mamba(_) | MixerKind::DeltaNet(_)));
     let found = found.filter(|_| parts.latent().is_none() && !parts.sinks && !has_states);
     let &(kind, _, is_permuted) =
         found.with_context(|| format!("models of the family {family} are not written as GGUF"))?;

@@ -11,7 +11,7 @@ use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
 use candle_shard::Weights;
 
-use super::super::renamed;
+use super::super::{has_gates, renamed};
 use super::{ensure_absent, stored_as, write_new};
 use crate::adapter::MergedAdapter;
 use crate::files::Files;
@@ -45,6 +45,11 @@ pub(crate) fn rewrite(
             "the adapter changes {name:?}, which the file has in two tensors of another form: merge into the folder that it was made of"
         );
     }
+    if let Some(name) = shapes.keys().find(|name| name.contains(".linear_attn.") && adapter.changes(name)) {
+        bail!(
+            "the adapter changes {name:?}, whose heads the file has in another order: merge into the folder that it was made of"
+        );
+    }
     let merged = |name: &str, was: GgmlDType| -> Result<Option<QTensor>> {
         let parts = fused.get(name).map_or_else(
             || vec![name.to_owned()],
@@ -63,9 +68,10 @@ pub(crate) fn rewrite(
     };
     let mut infos: Vec<_> = content.tensor_infos.iter().collect();
     infos.sort_by_key(|(_, info)| info.offset);
+    let has_gates = has_gates(content.tensor_infos.keys().map(String::as_str));
     let mut tensors = Vec::new();
     for (name, info) in infos {
-        let made = match merged(&renamed(name, &files.config), info.ggml_dtype)? {
+        let made = match merged(&renamed(name, &files.config, has_gates), info.ggml_dtype)? {
             Some(made) => made,
             None => content.tensor(&mut reader, name, &Device::Cpu)?,
         };

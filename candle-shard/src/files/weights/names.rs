@@ -1,8 +1,10 @@
 //! Other names for stored tensors and for their rows.
 use super::gguf::types::Storage;
+use super::schemes::SchemePiece;
 use super::{FileBlock, StoredTensor, Weights};
 use crate::Result;
 use itertools::Itertools;
+use std::ops::Range;
 
 impl Weights {
     /// Renames the tensors, for example to the names that layers expect.
@@ -59,13 +61,20 @@ impl Weights {
     ///
     /// # Errors
     /// If there is no tensor `name`, or it has no such dim; if the sizes of the parts are not exactly that of the dim; if
-    /// it lies in several pieces, its dtype is not supported, a block of a quantized tensor would be cut, or a new name is
+    /// it lies in several pieces other than matrices that are computed; if its dtype is not supported, a block of a quantized tensor would be cut, or a new name is
     /// taken.
     pub fn split_dim(mut self, name: &str, dim: usize, parts: &[(impl AsRef<str>, usize)]) -> Result<Self> {
         let dtype = self.dtype(name)?;
         let stored = self.stored(name)?.clone();
         let sum = parts.iter().try_fold(0usize, |sum, (_, size)| sum.checked_add(*size));
-        let (Some(&has), 1) = (stored.shape.get(dim), stored.pieces.len() + stored.schemes.len()) else {
+        let has = stored.shape.get(dim).copied().filter(|&has| {
+            let is_whole = stored.pieces.len() + stored.schemes.len() == 1;
+            // Matrices that are computed are cut each by itself.
+            let are_cut = |piece: &SchemePiece| piece.block[dim] == (0..has);
+            let are_matrices = stored.pieces.is_empty() && dim + 2 >= stored.shape.len();
+            is_whole || (are_matrices && stored.schemes.iter().all(are_cut))
+        });
+        let Some(has) = has else {
             return Err(
                 self.error(name, format!("cannot be split: it has no dim {dim}, or lies in several pieces"))
             );
@@ -112,7 +121,64 @@ impl Weights {
         Ok(self)
     }
 
-    /// Replaces a tensor of one scheme by tensors of ranges of the dim `dim`, which has been checked.
+    /// Replaces a tensor by tensors of its rows in any order: one for each name, which has the rows of these ranges one behind another.
+    /// Blocks of quantized rows stay as they are.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_shard::{Result, Weights};
+    ///
+    /// let path = std::env::temp_dir().join(format!("rows-doc-{}.safetensors", std::process::id()));
+    /// Tensor::arange(0f32, 8., &Device::Cpu)?.reshape((4, 2))?.save_safetensors("x", &path)?;
+    /// let weights = Weights::open(&path)?.split_rows("x", &[("a", vec![3..4, 0..1]), ("b", vec![1..3])])?;
+    /// let a = weights.read_block("a", &[0..2, 0..2], &Device::Cpu)?;
+    /// assert_eq!(a.to_vec2::<f32>()?, [[6., 7.], [0., 1.]]);
+    /// std::fs::remove_file(path)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If there is no tensor `name`, the ranges have not each of its rows once, it lies in several pieces or is computed from others, its
+    /// dtype is not supported, or a new name is taken.
+    pub fn split_rows(mut self, name: &str, parts: &[(impl AsRef<str>, Vec<Range<usize>>)]) -> Result<Self> {
+        let dtype = self.dtype(name)?;
+        let stored = self.stored(name)?.clone();
+        let (Some(&rows), [piece]) = (stored.shape.first(), &stored.pieces[..]) else {
+            return Err(self.error(name, "cannot be split: it has no rows, or lies in several pieces"));
+        };
+        let mut ranges: Vec<&Range<usize>> = parts.iter().flat_map(|(_, ranges)| ranges).collect();
+        ranges.sort_by_key(|range| (range.start, range.end));
+        let end = ranges
+            .iter()
+            .try_fold(0, |end, range| (range.start == end && range.end >= end).then_some(range.end));
+        if end != Some(rows) || stored.shape.contains(&0) {
+            let shape = &stored.shape;
+            let reason = format!(
+                "has shape {shape:?}, and the parts do not have each row once; check the model's sizes"
+            );
+            return Err(self.error(name, reason));
+        }
+        let (elements, bytes) = stored.quantized().map_or((1, dtype.size_in_bytes()), Storage::block);
+        let columns = &stored.shape[1..];
+        let step = (columns.iter().product::<usize>() / elements * bytes) as u64;
+        self.tensors.remove(name);
+        for (part, ranges) in parts {
+            let mut count = 0;
+            let block = |range: &Range<usize>| {
+                let first = count;
+                count += range.len();
+                let block = std::iter::once(first..count).chain(columns.iter().map(|&n| 0..n)).collect();
+                FileBlock { file: piece.file, block, at: piece.at + range.start as u64 * step }
+            };
+            let pieces: Vec<FileBlock> = ranges.iter().map(block).collect();
+            let shape = std::iter::once(count).chain(columns.iter().copied()).collect();
+            let made = StoredTensor { pieces, schemes: Vec::new(), shape, dtype: stored.dtype.clone() };
+            self.insert(part.as_ref().into(), made, name)?;
+        }
+        Ok(self)
+    }
+
+    /// Replaces a tensor of schemes by tensors of ranges of the dim `dim`, which has been checked.
     fn split_scheme(
         mut self,
         name: &str,

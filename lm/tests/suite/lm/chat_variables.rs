@@ -58,6 +58,29 @@ fn variables_of_templates_are_those_of_transformers() {
 }
 
 #[test]
+fn thoughts_have_all_names_that_templates_read_them_by() {
+    let source =
+        "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.reasoning }};{% endfor %}";
+    let template = ChatTemplate::new(source, "a file", BTreeMap::new()).unwrap();
+    let message = |fields: &[(&str, &str)]| {
+        let plain = ChatMessage::new("assistant", "Hi");
+        fields.iter().fold(plain, |message, (name, json)| message.with_field(name, *json))
+    };
+    let cases = [
+        (message(&[]), "||;"),
+        (message(&[("reasoning_content", "\"a\"")]), "a|a|;"),
+        (message(&[("thinking", "\"a\"")]), "a|a|;"),
+        (message(&[("reasoning", "\"a\"")]), "a|a|a;"),
+        (message(&[("reasoning_content", "null"), ("thinking", "\"b\"")]), "b|b|;"),
+        (message(&[("reasoning_content", "\"a\""), ("thinking", "\"b\"")]), "b|a|;"),
+    ];
+    let now = date(2026, 3, 7).at(9, 5, 0, 0);
+    for (message, want) in cases {
+        assert_eq!(template.render(std::slice::from_ref(&message), now).unwrap(), want, "{message:?}");
+    }
+}
+
+#[test]
 fn the_command_line_sets_variables_and_tools_of_the_template() {
     let template =
         "{% for tool in tools or [] %}{{ tool.name }};{% endfor %}{{ mood }}|{{ messages[0].content }}";

@@ -56,6 +56,9 @@ fn models_of_other_kinds_and_fields_that_nobody_reads_are_refused_by_name() {
         (json!({"normalize_queries": false}), "normalize_queries (false)"),
         (json!({"scoring_func": "sigmoid"}), "scoring_func (\"sigmoid\")"),
         (json!({"path_dropout": true}), "path_dropout (true)"),
+        (json!({"layer_ids": [0, 1]}), "layer_ids ([0,1])"),
+        (json!({"num_experts": 1}), "num_experts (1)"),
+        (json!({"turn_id": 0.5}), "turn_id (0.5)"),
     ];
     for (changes, want) in cases {
         for base in [new, old] {
@@ -98,6 +101,12 @@ fn fields_that_change_nothing_are_notes_and_all_others_are_named_at_once() {
         (json!({"pruned_heads": {}}), "pruned_heads {}"),
         (json!({"remote_layers": []}), "remote_layers []"),
         (json!({"made_by": "a tool"}), "made_by \"a tool\""),
+        // What names tokens, also one that is not there.
+        (json!({"im_start_id": 4}), "im_start_id 4"),
+        (json!({"pad_id": -1}), "pad_id -1"),
+        (json!({"media_token_ids": [5, 6]}), "media_token_ids [5,6]"),
+        (json!({"attention_softmax_in_fp32": true}), "attention_softmax_in_fp32 true"),
+        (json!({"num_experts": 0}), "num_experts 0"),
         (json!({"layer_types": ["full_attention", "full_attention"]}), "layer_types"),
     ];
     for (changes, want) in noted {
@@ -444,6 +453,47 @@ fn configs_of_older_transformers_say_the_same_of_newer_families() {
     assert!((attention_factor - 1.3466).abs() < 1e-4, "{attention_factor}");
     assert_eq!((parts.windows, parts.qkv_bias, parts.output_bias), (vec![Some(128), None], true, true));
     assert_eq!(parts.experts.unwrap().gate, ExpertGate::Clamped { alpha: 1.702, limit: 7.0 });
+    // What released files have that transformers does not read.
+    let released = [
+        (
+            "hunyuan",
+            json!({
+                "attention_head_dim": 8, "cla_share_factor": 2, "dense_list": [4096, 0], "eod_token_id": 3, "im_end_id": 5,
+                "im_newline_id": 11, "im_start_id": 4, "mask_init_id": 12, "norm_type": "rms", "num_experts": 1, "org_vocab_size": 37,
+                "pad_id": 7, "text_end_id": 7, "text_start_id": 6, "use_cla": false, "use_qk_norm": true,
+            }),
+        ),
+        (
+            "minimax m2",
+            json!({
+                "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
+                "max_model_len": 196_608, "swa_rope_theta": -1.0,
+            }),
+        ),
+        (
+            "starcoder2",
+            json!({
+                "activation_function": "gelu", "attention_softmax_in_fp32": true, "layer_norm_epsilon": 1e-5,
+                "scale_attention_softmax_in_fp32": true, "scale_attn_weights": true,
+            }),
+        ),
+        ("qwen3 moe", json!({"qkv_bias": false, "shared_expert_intermediate_size": 0, "use_qk_norm": true})),
+        (
+            "qwen3.5",
+            json!({"attn_output_gate": true, "mtp_num_hidden_layers": 1, "output_gate_type": "swish"}),
+        ),
+        (
+            "exaone4",
+            json!({
+                "_num_mtp_layers": 1, "mtp_loss_scaling_factor": 0.05, "mtp_share_layers": true, "num_nextn_predict_layers": 1,
+            }),
+        ),
+        ("llama with biases", json!({"architectures": ["LLaMAForCausalLM"], "model_max_length": 4096})),
+    ];
+    for (case, fields) in released {
+        let base = of_family(case);
+        assert_eq!(parsed(&with(&base, &fields)), parsed(&base.to_string()), "{case}");
+    }
     // A large Devstral has zeros in the place of both factors, which transformers takes as absent.
     let zeros = json!({
         "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 1.0,
@@ -516,6 +566,17 @@ fn what_newer_families_do_not_compute_is_refused_by_name() {
         ("mistral4", json!({"scoring_func": "sigmoid"}), "scoring_func is \"sigmoid\""),
         ("mistral4", json!({"partial_rotary_factor": 0.7}), "partial_rotary_factor"),
         ("starcoder2", json!({"hidden_act": "silu"}), "hidden_act is \"silu\""),
+        (
+            "starcoder2",
+            json!({"layer_norm_epsilon": 1e-6}),
+            "layer_norm_epsilon is 1e-6, and norm_epsilon is",
+        ),
+        ("starcoder2", json!({"scale_attn_weights": false}), "scale_attn_weights is false"),
+        ("hunyuan", json!({"num_experts": 8}), "num_experts is 8"),
+        ("hunyuan", json!({"org_vocab_size": 36}), "org_vocab_size is 36, and vocab_size is 37"),
+        ("minimax m2", json!({"layernorm_mlp_beta": 3.5}), "layernorm_mlp_beta is 3.5"),
+        ("qwen3 moe", json!({"qkv_bias": true}), "qkv_bias is true"),
+        ("qwen3.5", json!({"output_gate_type": "sigmoid"}), "output_gate_type is \"sigmoid\""),
         ("starcoder2", json!({"norm_type": "rms"}), "norm_type is \"rms\""),
     ];
     for (case, change, want) in cases {

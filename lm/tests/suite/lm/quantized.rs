@@ -8,6 +8,7 @@ use candle_lm::config::Config;
 use candle_lm::files::Files;
 use candle_lm::random_model;
 use candle_shard::Weights;
+use float8::F8E4M3;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
@@ -103,6 +104,19 @@ fn a_folder_of_codes_writes_what_its_floats_write() {
     for flags in [&["--tp", "1"], &["--tp", "2"], &["--tp", "3"], &["--pp", "2"]] {
         assert_eq!(written(codes.path(), flags), want, "{flags:?}");
     }
+    // ModelOpt may say it in a file of its own.
+    set_quantization(codes.path(), Value::Null);
+    let own = codes.path().join("hf_quant_config.json");
+    let said = |algo: &str| {
+        json!({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algo}}).to_string()
+    };
+    fs::write(&own, said("FP8")).unwrap();
+    assert_eq!(written(codes.path(), &["--tp", "2"]), want);
+    fs::write(&own, said("W4A8_AWQ")).unwrap();
+    let said = format!("{:#}", Files::open(codes.path()).unwrap_err());
+    assert!(said.contains("quant_algo \"W4A8_AWQ\"; FP8"), "{said}");
+    fs::remove_file(own).unwrap();
+    set_quantization(codes.path(), json!({"quant_method": "modelopt", "quant_algo": "FP8"}));
     let files = Files::open(codes.path()).unwrap();
     assert_eq!(files.stored("model.layers.0.mlp.up_proj.weight").unwrap().0, "I8");
     let size = fs::metadata(codes.path().join("model.safetensors")).unwrap().len();
@@ -216,4 +230,96 @@ fn blocks_of_experts_compute_what_their_floats_compute() {
     let files = Files::open(whole.path()).unwrap();
     assert_eq!(files.dtype().unwrap(), DType::BF16);
     assert_eq!(files.stored("model.layers.0.mlp.experts.up_proj").unwrap(), ("BF16".into(), 5 * 32 * 64 * 2));
+}
+
+/// How the scales of stacked experts lie.
+#[derive(Clone, Copy, Debug)]
+enum StackScales {
+    /// One for each block of the config.
+    Blocks,
+    /// One for each expert.
+    Whole,
+    /// One for all gates and one for all ups of each expert, and one for its downs.
+    Halves,
+}
+
+/// Writes a mixture whose experts lie in stacks of codes of 8 bits to `codes`, and the floats that these stand for to `whole`.
+fn write_stacks(codes: &Path, whole: &Path, fields: &Value, scales: StackScales) {
+    let config = Config::parse(&fields.to_string()).unwrap();
+    let (mut quantized, mut plain) = (Tensors::new(), Tensors::new());
+    for (name, tensor) in stored(&config) {
+        let shape = tensor.dims().to_vec();
+        let values = tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        if !name.contains(".experts.") {
+            quantized.insert(name.clone(), floats(&shape, &values));
+            plain.insert(name, floats(&shape, &values));
+            continue;
+        }
+        let (rows, columns) = (shape[1], shape[2]);
+        let [height, width] = match scales {
+            StackScales::Blocks => [8, 16],
+            StackScales::Halves if name.ends_with("gate_up_proj") => [rows / 2, columns],
+            _ => [rows, columns],
+        };
+        let count = [shape[0], rows.div_ceil(height), columns.div_ceil(width)];
+        // Powers of two, which differ from one to the next.
+        let scale = |at: usize| 2f32.powi(at as i32 % 5 - 7);
+        let place = |at: usize| {
+            let (matrix, row, column) = (at / rows / columns, at / columns % rows, at % columns);
+            (matrix * count[1] + row / height) * count[2] + column / width
+        };
+        let bytes: Vec<F8E4M3> =
+            (0..values.len()).map(|at| F8E4M3::from_f32(values[at] / scale(place(at)))).collect();
+        let stand_for: Vec<f32> = (0..values.len()).map(|at| bytes[at].to_f32() * scale(place(at))).collect();
+        let all: Vec<f32> = (0..count.iter().product()).map(scale).collect();
+        let bytes = bytes.into_iter().map(|value| value.to_bits()).collect();
+        plain.insert(name.clone(), floats(&shape, &stand_for));
+        quantized.insert(name.clone(), (Dtype::F8_E4M3, shape, bytes));
+        quantized.insert(format!("{name}_scale_inv"), floats(&count, &all));
+        quantized.insert(format!("{name}_activation_scale"), floats(&[1], &[0.5]));
+    }
+    let block = if matches!(scales, StackScales::Blocks) { json!([8, 16]) } else { Value::Null };
+    let mut with_codes = fields.clone();
+    with_codes["quantization_config"] =
+        json!({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": block});
+    for (folder, tensors, fields) in [(codes, &quantized, &with_codes), (whole, &plain, fields)] {
+        save(folder, tensors);
+        fs::write(folder.join("config.json"), fields.to_string()).unwrap();
+    }
+}
+
+#[test]
+fn stacked_experts_of_8_bits_compute_what_their_floats_compute() {
+    let Families { prompt, models } = families();
+    let config = models.into_iter().find(|model| model.case == "mistral4").unwrap().config;
+    for scales in [StackScales::Blocks, StackScales::Whole, StackScales::Halves] {
+        let [codes, whole] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        write_stacks(codes.path(), whole.path(), &config, scales);
+        for ranks in 1..=3 {
+            let (codes, whole) = (codes.path().to_owned(), whole.path().to_owned());
+            let prompt = prompt.clone();
+            on_ranks(ranks, "stacks", move |ctx| -> anyhow::Result<()> {
+                let (got, want) =
+                    (logits(ctx, &codes, &prompt, false)?, logits(ctx, &whole, &prompt, false)?);
+                assert_eq!(got, want, "{scales:?} on {}", ctx.world_size());
+                Ok(())
+            });
+        }
+        let want = greedy(whole.path(), &prompt, 4, [1, 1]);
+        assert_eq!(greedy(codes.path(), &prompt, 4, [2, 2]), want, "{scales:?}");
+    }
+}
+
+#[test]
+fn scales_that_do_not_fit_stacked_experts_are_refused_by_name() {
+    let Families { models, .. } = families();
+    let config = models.into_iter().find(|model| model.case == "mistral4").unwrap().config;
+    let [codes, whole] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    write_stacks(codes.path(), whole.path(), &config, StackScales::Blocks);
+    let mut fields: Value =
+        serde_json::from_str(&fs::read_to_string(codes.path().join("config.json")).unwrap()).unwrap();
+    fields["quantization_config"]["weight_block_size"] = json!([4, 16]);
+    fs::write(codes.path().join("config.json"), fields.to_string()).unwrap();
+    let said = format!("{:#}", Files::open(codes.path()).unwrap_err());
+    assert!(said.contains(".mlp.experts.") && said.contains("as scales of"), "{said}");
 }

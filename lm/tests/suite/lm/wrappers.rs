@@ -37,7 +37,7 @@ fn wrappers() -> Wrappers {
 
 /// Another name that files of the same model may have for a tensor.
 fn renamed(name: &str) -> String {
-    let parts = ["visual.", "vision_tower.", "multi_modal_projector."];
+    let parts = ["visual.", "vision_tower.", "multi_modal_projector.", "mm_projector."];
     match name.strip_prefix("language_model.model.") {
         Some(rest) => format!("model.language_model.{rest}"),
         None if parts.iter().any(|part| name.starts_with(part)) => format!("model.{name}"),
@@ -56,8 +56,15 @@ fn the_language_model_of_a_model_for_images_computes_the_logits_of_transformers(
             let folder = tempfile::tempdir().unwrap();
             fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
             let named = |name: &str| if has_other_names { renamed(name) } else { name.to_owned() };
+            // Released files of mixtures of Qwen 3 VL have the matrices of experts transposed.
+            let is_turned =
+                |name: &str| has_other_names && case == "qwen3 vl moe" && name.contains(".mlp.experts.");
+            let laid = |name: &str, shape: &[usize]| match is_turned(name) {
+                true => weight(name, shape).transpose(1, 2).unwrap().contiguous().unwrap(),
+                false => weight(name, shape),
+            };
             let stored: HashMap<String, Tensor> =
-                tensors.iter().map(|(name, shape)| (named(name), weight(name, shape))).collect();
+                tensors.iter().map(|(name, shape)| (named(name), laid(name, shape))).collect();
             candle_core::safetensors::save(&stored, folder.path().join("model.safetensors")).unwrap();
             let files = Files::open(folder.path()).unwrap();
             assert!(files.unmet.iter().any(|note| note.contains("images")), "{case}: {:?}", files.unmet);

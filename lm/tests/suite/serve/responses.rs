@@ -189,6 +189,7 @@ fn a_text_that_is_cut_is_incomplete_and_one_that_fails_says_why() {
     let last = failed.last().unwrap();
     assert_eq!((&last["type"], &last["response"]["status"]), (&json!("response.failed"), &json!("failed")));
     assert!(last["response"]["error"]["message"].as_str().unwrap().contains("rank 1 died"), "{last}");
+    assert_eq!(last["response"]["output"][0]["status"], "incomplete");
     let whole = post(server.address, RESPOND, &asked(json!({})));
     assert!(whole.status == 503 && whole.error()["message"].as_str().unwrap().contains("rank 1 died"));
 }

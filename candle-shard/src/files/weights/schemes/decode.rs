@@ -13,6 +13,8 @@ use std::sync::atomic::Ordering;
 const WORD: usize = 32;
 /// The codes that share a scale of MXFP4.
 pub(super) const MX_BLOCK: usize = 32;
+/// The codes that share a scale of NVFP4.
+pub(super) const NV_BLOCK: usize = 16;
 /// The rows of AWQ's codes in a word, by their place from the lowest bits on.
 const AWQ_ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
@@ -21,8 +23,8 @@ impl Scheme {
     pub(super) fn decode(&self, weights: &Weights, [rows, columns]: [Range<usize>; 2]) -> Result<Vec<f32>> {
         let part = MatrixPart { rows, columns };
         match self {
-            Self::Scaled { codes, is_float, scales, block, factor } => {
-                part.scaled(weights, (codes, *is_float), (scales, *block, *factor))
+            Self::Scaled { codes, is_float, scales, block, factor, index } => {
+                part.scaled(weights, (codes, *is_float), (scales, *block, *factor), *index)
             }
             Self::Gptq { codes, zeros, scales, groups, bits, size, more } => {
                 part.gptq(weights, [codes, zeros, scales], groups.as_ref(), (*bits, *size, *more))
@@ -36,9 +38,8 @@ impl Scheme {
                 part.four(weights, [codes, scales], (table, nested.as_ref()), [*block, *columns])
             }
             Self::Mxfp4 { codes, scales, index } => part.mxfp4(weights, [codes, scales], *index),
-            Self::View { of, index, first, step, turned } => {
-                part.view(weights, of, *index, ([*first, *step], *turned))
-            }
+            Self::Nvfp4 { codes, scales, factor } => part.nvfp4(weights, [codes, scales], *factor),
+            Self::View { of, index, columns, turned } => part.view(weights, of, *index, (columns, *turned)),
         }
     }
 }
@@ -72,10 +73,20 @@ impl MatrixPart {
         weights: &Weights,
         (codes, is_float): (&StoredTensor, bool),
         (scales, [height, width], factor): (&StoredTensor, [usize; 2], f32),
+        index: Option<usize>,
     ) -> Result<Vec<f32>> {
-        let held = codes.bytes(weights, &[self.rows.clone(), self.columns.clone()], 1)?;
+        let of_matrix = |part: [Range<usize>; 2]| -> Vec<Range<usize>> {
+            index.map(|at| at..at + 1).into_iter().chain(part).collect()
+        };
+        let held = codes.bytes(weights, &of_matrix([self.rows.clone(), self.columns.clone()]), 1)?;
         let (of_rows, (group_of, of_columns)) = (groups(&self.rows, height), self.groups(width));
-        let scale = scales.part(weights, [of_rows.clone(), of_columns.clone()])?;
+        let mut part = of_matrix([of_rows.clone(), of_columns.clone()]);
+        part.truncate(scales.shape.len());
+        if let ([one], [1]) = (&mut part[..], &scales.shape[..]) {
+            // A scale for all matrices.
+            *one = 0..1;
+        }
+        let scale = scales.floats(weights, &part)?;
         let table: Vec<f32> = (0..=u8::MAX)
             .map(
                 |code| {
@@ -141,24 +152,42 @@ impl MatrixPart {
         }))
     }
 
+    fn nvfp4(&self, weights: &Weights, [codes, scales]: [&StoredTensor; 2], factor: f32) -> Result<Vec<f32>> {
+        let ((byte_of, of_bytes), (block_of, of_blocks)) = (self.groups(2), self.groups(NV_BLOCK));
+        let held = codes.bytes(weights, &[self.rows.clone(), of_bytes.clone()], 1)?;
+        let scale = scales.bytes(weights, &[self.rows.clone(), of_blocks.clone()], 1)?;
+        Ok(self.filled(|row| {
+            let at_row = row - self.rows.start;
+            let (held, scale) = (&held[at_row * of_bytes.len()..], &scale[at_row * of_blocks.len()..]);
+            let (byte_of, block_of, first) = (&byte_of, &block_of, self.columns.start);
+            move |at| {
+                let code = held[byte_of[at]] >> (4 * ((first + at) % 2)) & 15;
+                // The table has twice the values.
+                E2M1[usize::from(code)] / 2.0 * F8E4M3::from_bits(scale[block_of[at]]).to_f32() * factor
+            }
+        }))
+    }
+
     fn view(
         &self,
         weights: &Weights,
         of: &StoredTensor,
         index: Option<usize>,
-        ([first, step], turned): ([usize; 2], bool),
+        (order, turned): (&[usize], bool),
     ) -> Result<Vec<f32>> {
         let (rows, columns) = if turned { (&self.columns, &self.rows) } else { (&self.rows, &self.columns) };
-        let last = columns.len().saturating_sub(1) * step;
-        let start = first + columns.start * step;
-        let part = [rows.clone(), start..start + last + 1];
-        let part: Vec<Range<usize>> = index.map(|at| at..at + 1).into_iter().chain(part).collect();
-        let (held, width) = (of.elements(weights, &part)?, last + 1);
+        let order = &order[columns.clone()];
+        let first = order.iter().min().copied().unwrap_or(0);
+        let around = first..order.iter().max().map_or(first, |last| last + 1);
+        let width = around.len();
+        let part: Vec<Range<usize>> =
+            index.map(|at| at..at + 1).into_iter().chain([rows.clone(), around]).collect();
+        let held = of.elements(weights, &part)?;
         Ok(self.filled(|row| {
             let (held, row) = (&held, row - self.rows.start);
             move |at| {
                 let (row, column) = if turned { (at, row) } else { (row, at) };
-                held[row * width + column * step]
+                held[row * width + order[column] - first]
             }
         }))
     }

@@ -1,6 +1,6 @@
 //! Finds the layers of a model whose weights are codes.
 use super::super::{StoredTensor, Weights};
-use super::decode::MX_BLOCK;
+use super::decode::{MX_BLOCK, NV_BLOCK};
 use super::method::Method;
 use super::{NestedScales, Scheme, SchemePiece};
 use crate::{Error, Result};
@@ -8,12 +8,14 @@ use candle_core::Device;
 use serde_json::Value;
 
 /// Scales of activations, outputs and caches, which say nothing of weights.
-const OF_OTHERS: [&str; 8] = [
+const OF_OTHERS: [&str; 9] = [
     ".input_scale",
+    ".input_scale_ub",
     ".input_scale_inv",
     ".input_global_scale",
     ".input_zero_point",
     ".activation_scale",
+    "_proj_activation_scale",
     ".output_scale",
     ".k_scale",
     ".v_scale",
@@ -30,11 +32,12 @@ impl Weights {
     ///
     /// | `quant_method` | formats |
     /// |---|---|
-    /// | `fp8` | F8_E4M3 with a scale for each tensor or block |
-    /// | `compressed-tensors` | `float-quantized`, `naive-quantized`, `int-quantized`, and `pack-quantized` with 4 or 8 bits |
+    /// | `fp8`, `fbgemm_fp8` | F8_E4M3 with a scale for each tensor, row or block, also of stacked experts |
+    /// | `compressed-tensors` | `float-quantized`, `naive-quantized`, `int-quantized`, `pack-quantized` with 4 or 8 bits, and `nvfp4-pack-quantized` |
     /// | `gptq` | 2, 4 or 8 bits, also with `desc_act`, of either `checkpoint_format` |
     /// | `awq` | 4 bits, version `gemm` |
     /// | `bitsandbytes` | `nf4` and `fp4`, also with nested scales; 8 bits |
+    /// | `modelopt` | `FP8`, `NVFP4` and `MIXED_PRECISION` of both |
     /// | `mxfp4` | the `_blocks` and `_scales` of gpt-oss, as the transposed matrices of files without codes |
     ///
     /// ```no_run
@@ -50,12 +53,22 @@ impl Weights {
     pub fn dequantize(mut self, config: &Value) -> Result<Self> {
         let unread = |reason| Error::file(&self.source, format!("quantization_config {reason}"));
         match Method::parse(config).map_err(unread)? {
-            Method::Fp8 { block } => self.scaled(block)?,
+            Method::Fp8 { block } => {
+                self.scaled(block)?;
+                self.scaled_stacks(block)?;
+            }
             Method::Compressed { bits, group, block } => self.compressed(bits, group, block)?,
             Method::Gptq { bits, group, more } => self.gptq(bits, group, more)?,
             Method::Awq { group } => self.awq(group)?,
             Method::BitsAndBytes => self.bitsandbytes()?,
             Method::Mxfp4 => self.mxfp4()?,
+            Method::ModelOpt => {
+                for module in self.modules(".weight_scale_2") {
+                    let factor = self.scalar(&module, ".weight_scale_2")?;
+                    self.nvfp4(&module, ".weight", factor)?;
+                }
+                self.scaled(None)?;
+            }
         }
         self.tensors.retain(|name, _| !OF_OTHERS.iter().any(|suffix| name.ends_with(suffix)));
         Ok(self)
@@ -174,8 +187,56 @@ impl Weights {
                 self.give(
                     &module,
                     [rows, columns],
-                    Scheme::Scaled { codes, is_float, scales, block, factor: 1.0 },
+                    Scheme::Scaled { codes, is_float, scales, block, factor: 1.0, index: None },
                 )?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds stacks of matrices of 8 bits, with a scale for each, for each of their halves, or for each block of them.
+    fn scaled_stacks(&mut self, block: Option<[usize; 2]>) -> Result<()> {
+        for suffix in ["_scale_inv", "_scale"] {
+            for name in self.modules(suffix) {
+                let stacked = self.tensors.get(&name).filter(|codes| codes.dtype == "F8_E4M3").cloned();
+                let Some(codes) = stacked else { continue };
+                let &[count, rows, columns] = &codes.shape[..] else { continue };
+                let scales = self.need(&name, suffix)?;
+                let blocks = |[height, width]: [usize; 2]| [rows.div_ceil(height), columns.div_ceil(width)];
+                let block = match (block, &scales.shape[..]) {
+                    (_, [] | [1]) => [rows, columns],
+                    (_, &[n] | &[n, 1] | &[n, 1, 1]) if n == count => [rows, columns],
+                    (Some(block), &[n, of_rows, of_columns])
+                        if n == count && blocks(block) == [of_rows, of_columns] =>
+                    {
+                        block
+                    }
+                    // Gates and ups have scales of their own, however small they are.
+                    (_, &[n, 2, of_columns])
+                        if n == count
+                            && rows.is_multiple_of(2)
+                            && columns.div_ceil(block.map_or(columns, |block| block[1]).max(1))
+                                == of_columns =>
+                    {
+                        [rows / 2, block.map_or(columns, |block| block[1])]
+                    }
+                    _ => return Err(self.wrong(&name, &scales, &format!("as scales of {:?}", codes.shape))),
+                };
+                let block = block.map(|size| size.max(1));
+                let matrix = |index: usize| {
+                    let (codes, scales) = (codes.clone(), scales.clone());
+                    let index = Some(index);
+                    let scheme = Scheme::Scaled { codes, is_float: true, scales, block, factor: 1.0, index };
+                    SchemePiece::whole(scheme, [rows, columns]).at(index.unwrap_or(0))
+                };
+                let schemes = (0..count).map(matrix).collect();
+                let made = StoredTensor {
+                    shape: vec![count, rows, columns],
+                    dtype: "F32".into(),
+                    pieces: Vec::new(),
+                    schemes,
+                };
+                self.tensors.insert(name, made);
             }
         }
         Ok(())
@@ -183,6 +244,10 @@ impl Weights {
 
     fn compressed(&mut self, bits: usize, group: Option<usize>, block: Option<[usize; 2]>) -> Result<()> {
         self.scaled(block)?;
+        for module in self.modules(".weight_global_scale") {
+            let divisor = self.scalar(&module, ".weight_global_scale")?;
+            self.nvfp4(&module, ".weight_packed", 1.0 / divisor)?;
+        }
         for module in self.modules(".weight_packed") {
             let (codes, scales) =
                 (self.need(&module, ".weight_packed")?, self.need(&module, ".weight_scale")?);
@@ -219,6 +284,30 @@ impl Weights {
             self.give(&module, [rows, columns], scheme)?;
         }
         Ok(())
+    }
+
+    /// Takes a tensor of one number.
+    fn scalar(&mut self, module: &str, name: &str) -> Result<f32> {
+        let of = self.need(module, name)?;
+        let all: Vec<_> = of.shape.iter().map(|&size| 0..size).collect();
+        let one = if of.shape.iter().all(|&size| size == 1) { of.floats(self, &all)? } else { Vec::new() };
+        one.first().copied().ok_or_else(|| self.wrong(module, &of, "as a scale; expected one number"))
+    }
+
+    /// Adds a weight of NVFP4.
+    fn nvfp4(&mut self, module: &str, name: &str, factor: f32) -> Result<()> {
+        let (codes, scales) = (self.need(module, name)?, self.need(module, ".weight_scale")?);
+        let shape = match codes.shape[..] {
+            [rows, bytes] if codes.dtype == "U8" => bytes.checked_mul(2).map(|columns| [rows, columns]),
+            _ => None,
+        };
+        let Some([rows, columns]) = shape else {
+            return Err(self.wrong(module, &codes, "as codes of NVFP4; expected a matrix of U8"));
+        };
+        if scales.dtype != "F8_E4M3" || scales.shape != [rows, columns.div_ceil(NV_BLOCK)] {
+            return Err(self.wrong(module, &scales, &format!("as scales of [{rows}, {columns}]")));
+        }
+        self.give(module, [rows, columns], Scheme::Nvfp4 { codes, scales, factor })
     }
 
     fn gptq(&mut self, bits: usize, group: Option<usize>, more: i32) -> Result<()> {
@@ -319,7 +408,7 @@ impl Weights {
             self.give(
                 &module,
                 [rows, columns],
-                Scheme::Scaled { codes, is_float: false, scales, block, factor: 1.0 / 127.0 },
+                Scheme::Scaled { codes, is_float: false, scales, block, factor: 1.0 / 127.0, index: None },
             )?;
         }
         for kind in ["nf4", "fp4"] {

@@ -18,12 +18,14 @@ pub(super) enum Method {
     BitsAndBytes,
     /// Blocks of 32 codes of 4 bits with a power of 2 for each.
     Mxfp4,
+    /// Numbers of 8 bits, or of 4 bits with a scale for each 16 and one for all.
+    ModelOpt,
 }
 
 impl Weights {
     /// The values of `quant_method` that [`dequantize`](Self::dequantize) reads.
-    pub const QUANT_METHODS: [&str; 6] =
-        ["fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes", "mxfp4"];
+    pub const QUANT_METHODS: [&str; 8] =
+        ["fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes", "mxfp4", "modelopt"];
 
     /// Checks that [`dequantize`](Self::dequantize) reads what a `quantization_config` describes, before there are tensors.
     ///
@@ -37,8 +39,12 @@ impl Weights {
 
 impl Method {
     pub(super) fn parse(config: &Value) -> Result<Self, String> {
-        let name = config["quant_method"].as_str().unwrap_or_default();
+        // Some files of ModelOpt name the program alone.
+        let name =
+            config["quant_method"].as_str().or(config["producer"]["name"].as_str()).unwrap_or_default();
         match name {
+            "fbgemm_fp8" => Ok(Self::Fp8 { block: None }),
+            "modelopt" => modelopt(config),
             "fp8" => Ok(Self::Fp8 { block: block(&config["weight_block_size"])? }),
             "compressed-tensors" => compressed(config),
             "gptq" => gptq(config),
@@ -76,14 +82,20 @@ fn group(value: &Value) -> Result<Option<usize>, String> {
 }
 
 fn compressed(config: &Value) -> Result<Method, String> {
-    const KNOWN: [&str; 5] =
-        ["float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "dense"];
+    const KNOWN: [&str; 6] = [
+        "float-quantized",
+        "naive-quantized",
+        "int-quantized",
+        "pack-quantized",
+        "nvfp4-pack-quantized",
+        "dense",
+    ];
     let groups: Vec<&Value> =
         config["config_groups"].as_object().into_iter().flat_map(|groups| groups.values()).collect();
     let mut formats =
         groups.iter().map(|group| &group["format"]).chain([&config["format"]]).filter_map(Value::as_str);
     if let Some(format) = formats.find(|format| !KNOWN.contains(format)) {
-        return Err(format!("has the format {format:?}; {} can be read", KNOWN[..4].join(", ")));
+        return Err(format!("has the format {format:?}; {} can be read", KNOWN[..5].join(", ")));
     }
     if config["sparsity_config"]["format"].as_str().is_some_and(|format| format != "dense") {
         return Err("has sparse weights, which cannot be read".into());
@@ -105,6 +117,15 @@ fn compressed(config: &Value) -> Result<Method, String> {
     let (group, block) =
         (group(said("group_size").unwrap_or(&Value::Null))?, block(said("block_structure")?)?);
     Ok(Method::Compressed { bits: bits as usize, group, block })
+}
+
+fn modelopt(config: &Value) -> Result<Method, String> {
+    const KNOWN: [&str; 4] = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION"];
+    let algo = &config["quant_algo"];
+    match KNOWN.iter().any(|known| algo == known) {
+        true => Ok(Method::ModelOpt),
+        false => Err(format!("has quant_algo {algo}; {} can be read", KNOWN.iter().join(", "))),
+    }
 }
 
 fn gptq(config: &Value) -> Result<Method, String> {

@@ -14,8 +14,15 @@ use std::sync::Arc;
 
 /// The tensors of a matrix `[rows, columns]`, and how its elements follow from them. The comments give the shapes.
 pub(super) enum Scheme {
-    /// Numbers of 8 bits `[rows, columns]`, each times the scale of its block, times a factor.
-    Scaled { codes: StoredTensor, is_float: bool, scales: StoredTensor, block: [usize; 2], factor: f32 },
+    /// Numbers of 8 bits `[rows, columns]`, each times the scale of its block, times a factor; or those of the matrix `index` of several.
+    Scaled {
+        codes: StoredTensor,
+        is_float: bool,
+        scales: StoredTensor,
+        block: [usize; 2],
+        factor: f32,
+        index: Option<usize>,
+    },
     /// GPTQ: `codes` `[columns / per, rows]` of 32 bits, `zeros` `[groups, rows / per]`, `scales` `[groups, rows]`, `groups` `[columns]`.
     Gptq {
         codes: StoredTensor,
@@ -50,8 +57,10 @@ pub(super) enum Scheme {
     },
     /// MXFP4: `codes` `[matrices, columns, rows / 32, 16]`, two in a byte, and `scales` `[matrices, columns, rows / 32]`, of the matrix `index`.
     Mxfp4 { codes: StoredTensor, scales: StoredTensor, index: usize },
-    /// Each `step`-th column from `first` on, of a tensor that is a matrix, or of its matrix `index`; perhaps transposed behind that.
-    View { of: StoredTensor, index: Option<usize>, first: usize, step: usize, turned: bool },
+    /// NVFP4: `codes` `[rows, columns / 2]`, two in a byte, and `scales` `[rows, columns / 16]` of 8 bits; all times a factor.
+    Nvfp4 { codes: StoredTensor, scales: StoredTensor, factor: f32 },
+    /// These `columns` of a tensor that is a matrix, or of its matrix `index`, in this order; perhaps transposed behind that.
+    View { of: StoredTensor, index: Option<usize>, columns: Arc<[usize]>, turned: bool },
 }
 
 impl Scheme {
@@ -63,6 +72,7 @@ impl Scheme {
             | Self::Packed { codes, .. }
             | Self::Latent { keys: codes, .. }
             | Self::Mxfp4 { codes, .. }
+            | Self::Nvfp4 { codes, .. }
             | Self::Four { codes, .. } => codes,
             Self::View { of, .. } => of.schemes.first().map_or(of, |piece| piece.scheme.codes()),
         }
@@ -70,14 +80,16 @@ impl Scheme {
 
     /// Returns the bytes of all tensors that it consists of, as far as they are those of this matrix.
     fn byte_count(&self) -> u64 {
-        if let Self::View { of, index, step, .. } = self {
-            return of.all_bytes() / (index.map_or(1, |_| of.shape[0]) * step).max(1) as u64;
+        if let Self::View { of, index, columns, .. } = self {
+            let matrices = index.map_or(1, |_| of.shape[0]).max(1) as u128;
+            let all = matrices * of.shape.last().map_or(1, |&columns| columns.max(1)) as u128;
+            return (u128::from(of.all_bytes()) * columns.len() as u128 / all) as u64;
         }
-        if let Self::Mxfp4 { codes, scales, .. } = self {
+        if let Self::Mxfp4 { codes, scales, .. } | Self::Scaled { codes, scales, index: Some(_), .. } = self {
             return (codes.byte_count() + scales.byte_count()) / codes.shape[0].max(1) as u64;
         }
         let others: Vec<&StoredTensor> = match self {
-            Self::Scaled { scales, .. } => vec![scales],
+            Self::Scaled { scales, .. } | Self::Nvfp4 { scales, .. } => vec![scales],
             Self::Gptq { zeros, scales, groups, .. } => [zeros, scales].into_iter().chain(groups).collect(),
             Self::Awq { zeros, scales, .. } => vec![zeros, scales],
             Self::Latent { values, .. } => vec![values],

@@ -2,6 +2,7 @@
 use super::super::{StoredTensor, Weights};
 use super::{Scheme, SchemePiece};
 use crate::Result;
+use std::sync::Arc;
 
 impl Weights {
     /// Replaces a tensor `[.., columns]` of two or three dims by tensors of its columns, dealt out in turn: of `n` names the first gets
@@ -32,7 +33,8 @@ impl Weights {
         }
         self.tensors.remove(name);
         for (first, to) in to.iter().enumerate() {
-            self.insert(to.as_ref().into(), view(&stored, [first, step], false), name)?;
+            let columns = (first..columns).step_by(step).collect();
+            self.insert(to.as_ref().into(), view(&stored, &columns, false), name)?;
         }
         Ok(self)
     }
@@ -42,8 +44,26 @@ impl Weights {
     /// # Errors
     /// If there is no tensor `name` of floats with two or three dims.
     pub fn transpose(mut self, name: &str) -> Result<Self> {
-        let stored = view(&self.viewed(name)?, [0, 1], true);
-        self.tensors.insert(name.into(), stored);
+        let stored = self.viewed(name)?;
+        let columns = (0..stored.shape[stored.shape.len() - 1]).collect();
+        self.tensors.insert(name.into(), view(&stored, &columns, true));
+        Ok(self)
+    }
+
+    /// Gives the columns of a matrix, or of each matrix of a tensor `[matrices, rows, columns]`, another order: they become those that
+    /// `order` names, one for each. They are read as f32, and a rank reads those between its own too.
+    ///
+    /// # Errors
+    /// If there is no tensor `name` of floats with two or three dims, or `order` does not name each column once.
+    pub fn permute_columns(mut self, name: &str, order: &[usize]) -> Result<Self> {
+        let stored = self.viewed(name)?;
+        let columns = stored.shape[stored.shape.len() - 1];
+        if !is_permutation(order, columns) {
+            return Err(
+                self.error(name, format!("has {columns} columns, and an order does not name each once"))
+            );
+        }
+        self.tensors.insert(name.into(), view(&stored, &order.into(), false));
         Ok(self)
     }
 
@@ -58,17 +78,24 @@ impl Weights {
     }
 }
 
-/// Each `step`-th column from `first` on, perhaps transposed.
-fn view(of: &StoredTensor, [first, step]: [usize; 2], turned: bool) -> StoredTensor {
+/// Returns whether `order` names each of the first `count` numbers once.
+fn is_permutation(order: &[usize], count: usize) -> bool {
+    let mut is_named = vec![false; count];
+    order.len() == count
+        && order.iter().all(|&at| is_named.get_mut(at).is_some_and(|named| !std::mem::replace(named, true)))
+}
+
+/// These columns, perhaps transposed.
+fn view(of: &StoredTensor, columns: &Arc<[usize]>, turned: bool) -> StoredTensor {
     let mut shape = of.shape.clone();
     let last = shape.len() - 1;
-    shape[last] /= step;
+    shape[last] = columns.len();
     if turned {
         shape.swap(last - 1, last);
     }
     let matrix = [shape[last - 1], shape[last]];
     let piece = |index: Option<usize>| {
-        let scheme = Scheme::View { of: of.clone(), index, first, step, turned };
+        let scheme = Scheme::View { of: of.clone(), index, columns: columns.clone(), turned };
         let piece = SchemePiece::whole(scheme, matrix);
         index.map_or_else(|| piece.clone(), |at| piece.at(at))
     };
