@@ -70,6 +70,9 @@ fn adapters(model: &Config) -> Vec<AdapterConfig> {
     ]
 }
 
+/// The tokens of a text, and why it ends.
+type Written = (Vec<u32>, Stop);
+
 /// Requests of one kind of model, with what each of them is alone.
 struct Case {
     name: String,
@@ -77,18 +80,19 @@ struct Case {
     files: Files,
     requests: Vec<(Vec<u32>, usize)>,
     /// What each request is alone, without an adapter and with each.
-    alone: Vec<BTreeMap<Option<usize>, (Vec<u32>, Stop)>>,
+    alone: Vec<BTreeMap<Option<usize>, Written>>,
     has_magnitudes: bool,
 }
 
 impl Case {
     /// `has_magnitudes` says whether the last adapter may be one with magnitudes.
     fn new(name: &str, place: &Path, model: &Path, has_magnitudes: bool) -> Self {
-        let base = Files { ends: [11].into(), ..Files::open(model).unwrap() };
+        let mut base = Files::open(model).unwrap();
+        base.ends = [11].into();
         let mut dice = Dice::new(name.len() as u64);
         let system: Vec<u32> = (0..9).map(|_| dice.below(37) as u32).collect();
         let request = |i: usize| {
-            let mut prompt = if i % 2 == 0 { system.clone() } else { Vec::new() };
+            let mut prompt = if i.is_multiple_of(2) { system.clone() } else { Vec::new() };
             prompt.extend((0..=dice.below(8)).map(|_| dice.below(37) as u32));
             (prompt, 1 + dice.below(9))
         };

@@ -65,7 +65,7 @@ fn adapters_are_models_whose_texts_are_those_of_generate() {
         let texts = move |place: usize| {
             let one = move |round: usize| {
                 let (name, prompt) = (NAMES[(place + round) % 3], PROMPTS[(place * 3 + round) % 4]);
-                (name, prompt, ask(name, prompt, round % 2 == 0))
+                (name, prompt, ask(name, prompt, round.is_multiple_of(2)))
             };
             (0..9).map(one).collect::<Vec<_>>()
         };

@@ -8,7 +8,7 @@ use candle_core::Device;
 use serde_json::Value;
 
 /// Scales of activations, outputs and caches, which say nothing of weights.
-const OF_OTHERS: [&str; 9] = [
+const OF_OTHERS: [&str; 10] = [
     ".input_scale",
     ".input_scale_ub",
     ".input_scale_inv",
@@ -223,11 +223,10 @@ impl Weights {
                     _ => return Err(self.wrong(&name, &scales, &format!("as scales of {:?}", codes.shape))),
                 };
                 let block = block.map(|size| size.max(1));
-                let matrix = |index: usize| {
-                    let (codes, scales) = (codes.clone(), scales.clone());
-                    let index = Some(index);
+                let matrix = |at: usize| {
+                    let (codes, scales, index) = (codes.clone(), scales.clone(), Some(at));
                     let scheme = Scheme::Scaled { codes, is_float: true, scales, block, factor: 1.0, index };
-                    SchemePiece::whole(scheme, [rows, columns]).at(index.unwrap_or(0))
+                    SchemePiece::whole(scheme, [rows, columns]).at(at)
                 };
                 let schemes = (0..count).map(matrix).collect();
                 let made = StoredTensor {
