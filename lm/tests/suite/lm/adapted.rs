@@ -84,7 +84,8 @@ struct Case {
 impl Case {
     /// `has_magnitudes` says whether the last adapter may be one with magnitudes.
     fn new(name: &str, place: &Path, model: &Path, has_magnitudes: bool) -> Self {
-        let base = Files { ends: [11].into(), ..Files::open(model).unwrap() };
+        let mut base = Files::open(model).unwrap();
+        base.ends = [11].into();
         let mut dice = Dice::new(name.len() as u64);
         let system: Vec<u32> = (0..9).map(|_| dice.below(37) as u32).collect();
         let request = |i: usize| {
