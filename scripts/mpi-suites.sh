@@ -58,17 +58,22 @@ for suite in "${suites[@]}"; do
     [[ " ${crates[*]-} " == *" $crate "* ]] || crates+=("$crate")
 done
 . scripts/mpi-launch.sh
+. scripts/test-binary.sh
 
 # The same build as that of the tests in .ci/run, so that no crate is built twice.
-built=$(cargo test --locked --quiet --features mpi --test suite --no-run --message-format json) || exit 1
-declare -A programs
-for crate in "${crates[@]}"; do
-    programs[$crate]=$(grep "/$crate/Cargo.toml\"" <<<"$built" | grep -o '"executable":"[^"]*/suite-[^"]*"' | cut -d'"' -f4)
-    [ -x "${programs[$crate]}" ] || { echo "error: the tests of $crate cannot be built" >&2; exit 1; }
-done
+declare -A binaries programs
+targets=()
 for suite in "${suites[@]}"; do
+    binaries[$suite]=$(binary_of "${suite%%/*}" "${suite#*/}")
+    [[ " ${targets[*]-} " == *" ${binaries[$suite]} "* ]] || targets+=(--test "${binaries[$suite]}")
+done
+built=$(cargo test --locked --quiet --features mpi "${targets[@]}" --no-run --message-format json) || exit 1
+for suite in "${suites[@]}"; do
+    crate=${suite%%/*}
+    programs[$suite]=$(grep "/$crate/Cargo.toml\"" <<<"$built" | grep -o "\"executable\":\"[^\"]*/${binaries[$suite]}-[^\"]*\"" | cut -d'"' -f4)
+    [ -x "${programs[$suite]}" ] || { echo "error: the tests of $crate cannot be built" >&2; exit 1; }
     # A filter that matches nothing would pass.
-    listed=$("${programs[${suite%%/*}]}" "${suite#*/}" --list 2>/dev/null | grep -c ': test$')
+    listed=$("${programs[$suite]}" "${suite#*/}" --list 2>/dev/null | grep -c ': test$')
     [ "$listed" -gt 0 ] || usage "no test of ${suite%%/*} matches '${suite#*/}'"
 done
 
@@ -88,7 +93,7 @@ for count in "${ranks[@]}"; do
         runs=$((runs + 1))
         for _ in 1 2 3; do
             rm -f "$TMPDIR"/rank.*
-            said=$(cd "$crate" && launched "$limit" -n "$count" bash -c "$apart" rank "${programs[$crate]}" "${suite#*/}" \
+            said=$(cd "$crate" && launched "$limit" -n "$count" bash -c "$apart" rank "${programs[$suite]}" "${suite#*/}" \
                 --test-threads 1 --color never 2>&1)
             status=$?
             [ "$status" -eq 125 ] || break

@@ -14,6 +14,7 @@
 # runs failed. The status is 0 if the last two are 0, 2 if the arguments are wrong, and 1 otherwise.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/test-binary.sh
 
 usage() {
   sed -n '4,14s/^# \{0,1\}//p' scripts/nccl-sim.sh >&2
@@ -97,14 +98,17 @@ program() {
 export LD_LIBRARY_PATH="$CUDA_HOME/lib:${LD_LIBRARY_PATH:-}" CANDLE_TEST_BACKEND=nccl-sim
 [ -z "$shared" ] || export CANDLE_TEST_BACKEND=threads CANDLE_TEST_DEVICE=cuda
 declare -A programs
-for crate in "${crates[@]}"; do
-  if [ "$crate" = processes ]; then programs[$crate]="$(program test-utils processes)"; else programs[$crate]="$(program "$crate" suite)"; fi
-  [ -x "${programs[$crate]}" ] || { echo "error: the tests of $crate cannot be built" >&2; exit 1; }
-done
 for suite in "${suites[@]}"; do
-  [[ "$suite" != processes/* ]] || continue
+  crate="${suite%%/*}"
+  if [ "$crate" = processes ]; then
+    programs[$suite]="$(program test-utils processes)"
+  else
+    programs[$suite]="$(program "$crate" "$(binary_of "$crate" "${suite#*/}")")"
+  fi
+  [ -x "${programs[$suite]}" ] || { echo "error: the tests of $crate cannot be built" >&2; exit 1; }
+  [ "$crate" != processes ] || continue
   # A filter that matches nothing would pass.
-  listed="$("${programs[${suite%%/*}]}" "${suite#*/}" --list 2>/dev/null | grep -c ': test$' || true)"
+  listed="$("${programs[$suite]}" "${suite#*/}" --list 2>/dev/null | grep -c ': test$' || true)"
   [ "$listed" -gt 0 ] || usage "no test of ${suite%%/*} matches '${suite#*/}'"
   echo "$suite: $listed tests on ${gpus[*]} GPUs"
 done
@@ -126,7 +130,7 @@ for seed in $(seq "$first" "$each" $((first + seeds - 1))); do
       runs=$((runs + 1)) status=0 crate="${suite%%/*}"
       place="$crate" arguments=("${suite#*/}" --test-threads 1)
       [ "$crate" != processes ] || place=test-utils arguments=("${suite#*/}")
-      (cd "$place" && SIM_SEED=$seed SIM_GPUS=$count timeout "${SIM_LIMIT:-900}" "${programs[$crate]}" \
+      (cd "$place" && SIM_SEED=$seed SIM_GPUS=$count timeout "${SIM_LIMIT:-900}" "${programs[$suite]}" \
         "${arguments[@]}" >"$log" 2>&1) || status=$?
       grep -a '^SKIPPED' "$log" | sed 's/ ([0-9]* skipped in this program)$//' >>"$folder/skipped" || true
       if [ "$status" -ne 0 ]; then

@@ -5,9 +5,11 @@
 #
 # Without FILEs it takes those that differ from COMMIT (HEAD), and new ones. It runs the tests whose module is named as the file is:
 # candle-shard/src/ops/matmul.rs has `ops::matmul`. If there is none, it looks for the folder, and for the room in the table below.
+# Only the binaries that have these tests are built.
 # Crates that depend on the touched one are left to `.ci/run`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/test-binary.sh
 since=HEAD programs=300 files=()
 while (($#)); do
   case "$1" in
@@ -69,6 +71,8 @@ for file in "${files[@]}"; do
       ;;
     tests/suite/*.rs)
       path="${path#tests/suite/}" path="${path%.rs}" path="${path%/mod}"
+      # The root of a binary has the subjects of others.
+      ! grep -qs '^test_utils::settle_threads' "$file" || continue
       suites[$crate]+=" ${path//\//::}"
       ;;
     tests/*.rs)
@@ -117,10 +121,17 @@ for crate in "${!units[@]}"; do
   step "unit tests of $crate: $names" tests "$crate" --lib -- --test-threads 1 $names
 done
 for crate in "${!suites[@]}"; do
-  names="$(words "${suites[$crate]}")"
-  step "build of the suite of $crate" tests "$crate" --test suite --no-run
-  # shellcheck disable=SC2086 # several words
-  [ -z "$names" ] || step "suite of $crate: $names" tests "$crate" --test suite -- --test-threads 1 $names
+  declare -A names=()
+  for name in $(words "${suites[$crate]}"); do names[$(binary_of "$crate" "$name")]+="$name "; done
+  # Random programs are there.
+  [ "$crate" != candle-shard ] || names[suite]+=""
+  for binary in "${!names[@]}"; do
+    step "build of the tests of $crate: $binary" tests "$crate" --test "$binary" --no-run
+    # shellcheck disable=SC2086 # several words
+    [ -z "${names[$binary]}" ] ||
+      step "$binary of $crate: ${names[$binary]}" tests "$crate" --test "$binary" -- --test-threads 1 ${names[$binary]}
+  done
+  unset names
 done
 for crate in "${!binaries[@]}"; do
   for binary in $(words "${binaries[$crate]}"); do

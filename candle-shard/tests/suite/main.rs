@@ -1,10 +1,9 @@
-//! The integration tests of DTensor, layers, tables and checkpoints, in one binary: each file or folder is a subject.
+//! The integration tests, in four binaries: this one has ops and `DTensor`, `nn.rs` layers, `tables.rs` tables, and `files.rs` what is on
+//! disks. Each other file or folder is a subject.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
-mod checkpoint;
 mod common;
 mod context;
 mod device_program;
-mod embedding;
 mod errors;
 mod factory;
 mod faults_dispatch;
@@ -12,25 +11,11 @@ mod faults_elementwise;
 mod faults_layers;
 mod faults_listed;
 mod faults_views;
-mod fsdp;
-mod fused_qkv;
-mod gguf;
-mod gradient_rule;
-mod hostile;
 mod kernels;
-mod kv_cache;
-mod latent;
-mod layers;
-mod lora;
 mod mistakes;
-mod moe;
 mod ops;
-mod optimizer;
-mod parallelize;
 mod plain;
-mod plans;
 mod programs;
-mod quantized;
 mod random;
 mod random_device;
 mod random_meshes;
@@ -38,13 +23,7 @@ mod redistribute;
 mod redistribute_counts;
 mod rows_device;
 mod rules;
-mod schemes;
-mod sharded_tensor;
-mod sparse;
 mod spec;
-mod styles;
-mod text_attention;
 mod visualize;
-mod weights;
 
 test_utils::settle_threads!();
