@@ -9,12 +9,7 @@ use candle_shard::nn::LoraOptions;
 use super::AdapterConfig;
 use super::config::ends_with_module;
 use crate::config::Config;
-use crate::config::experts::StackNames;
 use crate::config::tensors::EXPERTS;
-
-/// The parameters of experts in transformers 5, where files do not say otherwise.
-const STACKS: StackNames =
-    StackNames { gate_up: "mlp.experts.gate_up_proj", down: "mlp.experts.down_proj", interleaved: false };
 
 /// A parameter of the experts of a layer that an adapter changes.
 #[derive(Clone, Debug)]
@@ -46,8 +41,10 @@ pub(super) fn modules(config: &AdapterConfig, model: &Config) -> Result<Vec<Expe
     let (mut modules, mut used) = (Vec::new(), vec![false; targets.len()]);
     for layer in 0..model.num_hidden_layers {
         let Some(experts) = model.parts.experts(layer) else { continue };
-        let StackNames { gate_up, down, interleaved } = experts.names.stacks.unwrap_or(STACKS);
+        let interleaved = experts.names.stacks.is_some_and(|stacks| stacks.interleaved);
         let at = |name: &str| format!("model.layers.{layer}.{name}");
+        let [gate_up, down] =
+            ["gate_up_proj", "down_proj"].map(|name| format!("{}.{name}", experts.names.module));
         let (hidden, inner) = (model.hidden_size, experts.hidden);
         let of = |name: &str, parts: &[&str], [rows, columns]: [usize; 2], interleaved: bool| ExpertModule {
             path: at(name),
@@ -60,8 +57,8 @@ pub(super) fn modules(config: &AdapterConfig, model: &Config) -> Result<Vec<Expe
             options: config.options.clone(),
         };
         let all = [
-            of(gate_up, &EXPERTS[..2], [inner, hidden], interleaved),
-            of(down, &EXPERTS[2..], [hidden, inner], false),
+            of(&gate_up, &EXPERTS[..2], [inner, hidden], interleaved),
+            of(&down, &EXPERTS[2..], [hidden, inner], false),
         ];
         let mut chosen = Vec::new();
         for mut module in all {

@@ -107,7 +107,17 @@ pub fn fresh(name: &str, config: &AdapterConfig, files: &Files) -> Result<(Adapt
     if let Some(layer) = config.layers.iter().flatten().find(|&&layer| layer >= count) {
         bail!("there is no layer {layer}: the model has {count}, from 0");
     }
-    Ok((entries(name, &config, files)?.0, config))
+    let (adapter, changed, _) = entries(name, &config, files)?;
+    // Folders have these rows by key head, in two modules.
+    let apart = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"];
+    let is_apart = |path: &&str| apart.iter().any(|name| path.ends_with(&format!(".linear_attn.{name}")));
+    let mut paths = changed.iter().map(|changed| changed.module.path.as_str());
+    if let Some(path) = paths.find(is_apart).filter(|_| files.config.family == "qwen3_next") {
+        bail!(
+            "{path:?} is a part of in_proj_qkvz or in_proj_ba, which a GGUF file has apart, so an adapter of it would fit no folder of this model: train on the folder that the file was made of, or name other targets"
+        );
+    }
+    Ok((adapter, config))
 }
 
 /// The config with targets that are parameters of experts, and no modules, in their own list, as PEFT wants them.

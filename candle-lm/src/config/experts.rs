@@ -60,6 +60,8 @@ pub struct ExpertNames {
     pub layers: [&'static str; 3],
     /// The network that all tokens use, and the module of its gate, as layers call them too.
     pub shared: [&'static str; 2],
+    /// The module of the experts in transformers 5, which has the matrices of all of them in two parameters.
+    pub module: &'static str,
     /// The tensors of all experts, in files that do not have each expert by itself.
     pub stacks: Option<StackNames>,
 }
@@ -82,6 +84,7 @@ pub static MIXTRAL: ExpertNames = ExpertNames {
     experts: "block_sparse_moe.experts",
     layers: ["w1", "w3", "w2"],
     shared: SHARED,
+    module: "mlp.experts",
     stacks: None,
 };
 
@@ -92,6 +95,7 @@ pub static QWEN: ExpertNames = ExpertNames {
     experts: "mlp.experts",
     layers: ["gate_proj", "up_proj", "down_proj"],
     shared: ["mlp.shared_expert", "mlp.shared_expert_gate"],
+    module: "mlp.experts",
     stacks: None,
 };
 
@@ -102,12 +106,14 @@ pub static LFM2: ExpertNames = ExpertNames {
     experts: "feed_forward.experts",
     layers: ["w1", "w3", "w2"],
     shared: SHARED,
+    module: "feed_forward.experts",
     stacks: None,
 };
 
 /// The names of the files of Granite's mixtures.
 pub static GRANITE: ExpertNames = ExpertNames {
     router: "block_sparse_moe.router.layer",
+    module: "block_sparse_moe.experts",
     stacks: Some(StackNames {
         gate_up: "block_sparse_moe.input_linear.weight",
         down: "block_sparse_moe.output_linear.weight",

@@ -9,6 +9,9 @@ use examples::cli::{Checked, require};
 /// The most requests of a load.
 const MOST_REQUESTS: usize = 1 << 20;
 
+/// The most tokens of a prompt, and of what is written behind it.
+pub(super) const MOST_TOKENS: usize = 1 << 20;
+
 /// What a load asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum EndpointName {
@@ -81,8 +84,8 @@ impl BenchServeArgs {
         check_counts([
             ("--num-prompts", self.num_prompts, MOST_REQUESTS),
             ("--max-concurrency", self.max_concurrency.unwrap_or(1), 1 << 14),
-            ("--input-len", self.input_len, 1 << 20),
-            ("--output-len", self.output_len, 1 << 20),
+            ("--input-len", self.input_len, MOST_TOKENS),
+            ("--output-len", self.output_len, MOST_TOKENS),
         ])?;
         require!(
             self.request_rate > 0.0,

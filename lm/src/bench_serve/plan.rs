@@ -8,7 +8,7 @@ use candle_lm::InputError;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::args::{BenchServeArgs, EndpointName};
+use super::args::{BenchServeArgs, EndpointName, MOST_TOKENS};
 
 /// One request of a load.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,6 +27,9 @@ struct DatasetLine {
     input_len: Option<usize>,
     output_len: Option<usize>,
 }
+
+/// The last time of a request: 136 years.
+const LATEST: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Words that most vocabularies have as a token each.
 const WORDS: [&str; 64] = [
@@ -72,14 +75,14 @@ pub(super) fn requests(
     seed: u64,
 ) -> Result<Vec<PlannedRequest>, InputError> {
     let lines = match &args.dataset_path {
-        Some(path) => lines(path)?,
+        Some(path) => lines(path, args.endpoint)?,
         None => vec![DatasetLine::default()],
     };
     let (mut times, mut texts) = (LoadDice(seed), LoadDice(!seed));
     let mut at = 0.0;
     let planned = lines.iter().cycle().take(args.num_prompts).map(|line| {
         let planned = PlannedRequest {
-            at: Duration::try_from_secs_f64(at).unwrap_or(Duration::MAX),
+            at: Duration::try_from_secs_f64(at).unwrap_or(LATEST).min(LATEST),
             body: body(args, model, line, &mut texts),
         };
         at += times.gap(args.request_rate);
@@ -112,17 +115,27 @@ fn body(args: &BenchServeArgs, model: &str, line: &DatasetLine, texts: &mut Load
     body
 }
 
-fn lines(path: &Path) -> Result<Vec<DatasetLine>, InputError> {
+fn lines(path: &Path, endpoint: EndpointName) -> Result<Vec<DatasetLine>, InputError> {
     let shown = path.display();
     let text = fs::read_to_string(path)
         .map_err(|error| InputError(format!("--dataset-path {shown} cannot be read: {error}")))?;
     let one = |(nth, line): (usize, &str)| {
-        serde_json::from_str(line).map_err(|error| {
+        let failed = |error: String| {
             InputError(format!(
                 "--dataset-path {shown}, line {}: {error}; give an object like {{\"prompt\": \"..\", \"output_len\": 64}}",
                 nth + 1
             ))
-        })
+        };
+        let read: DatasetLine = serde_json::from_str(line).map_err(|error| failed(error.to_string()))?;
+        for (name, length) in [("input_len", read.input_len), ("output_len", read.output_len)] {
+            if let Some(length) = length.filter(|length| !(1..=MOST_TOKENS).contains(length)) {
+                return Err(failed(format!("{name} {length} is not from 1 to {MOST_TOKENS}")));
+            }
+        }
+        if read.messages.is_some() && read.prompt.is_none() && endpoint == EndpointName::Completions {
+            return Err(failed("messages are for --endpoint chat".to_owned()));
+        }
+        Ok(read)
     };
     let lines: Vec<DatasetLine> = text
         .lines()
@@ -139,7 +152,8 @@ fn lines(path: &Path) -> Result<Vec<DatasetLine>, InputError> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
-    use super::{LoadDice, WORDS};
+    use super::{EndpointName, LoadDice, WORDS, lines};
+    use std::fs;
 
     #[test]
     fn events_come_at_their_rate_and_are_as_irregular_as_chance() {
@@ -149,6 +163,27 @@ mod tests {
         let variance = gaps.iter().map(|gap| (gap - mean).powi(2)).sum::<f64>() / gaps.len() as f64;
         assert!((mean - 0.25).abs() < 0.01 && (variance.sqrt() - 0.25).abs() < 0.01, "{mean} {variance}");
         assert!(LoadDice(7).gap(f64::INFINITY) == 0.0);
+    }
+
+    #[test]
+    fn lines_of_a_data_set_that_cannot_be_sent_are_named() {
+        let place = tempfile::NamedTempFile::new().unwrap();
+        let read = |text: &str| {
+            fs::write(place.path(), text).unwrap();
+            lines(place.path(), EndpointName::Completions)
+        };
+        assert_eq!(read("{\"input_len\": 3}\n\n{\"prompt\": \"a\"}\n").unwrap().len(), 2);
+        let refused = [
+            "{\"input_len\": 1000000000000000000}",
+            "{\"output_len\": 0}",
+            "{\"messages\": []}",
+            "{\"prompt\": 3}",
+            "[",
+        ];
+        for line in refused {
+            let error = read(&format!("{{}}\n{line}\n")).unwrap_err().to_string();
+            assert!(error.contains("line 2:"), "{error}");
+        }
     }
 
     #[test]

@@ -133,8 +133,7 @@ impl ResponseWriter {
     /// Closes the open item.
     fn close(&mut self, status: &str, events: &mut VecDeque<String>) {
         let Some(kind) = self.open.take() else { return };
-        let mut told = std::mem::take(&mut self.told);
-        told.append(&mut self.untold);
+        let told = std::mem::take(&mut self.told);
         if let Some(last) = self.items.last_mut() {
             last["status"] = json!(status);
             if kind == ItemKind::Message {
@@ -214,7 +213,12 @@ impl EventWriter for ResponseWriter {
                 self.untold.append(&mut tokens);
             }
         }
+        let has_deltas = !step.deltas.is_empty();
         step.deltas.into_iter().for_each(|delta| self.push_delta(delta, events));
+        if has_deltas && self.open != Some(ItemKind::Message) {
+            // Those of thoughts and calls are not told.
+            self.untold.clear();
+        }
         self.end = self.end.or(step.end);
     }
 
@@ -222,6 +226,7 @@ impl EventWriter for ResponseWriter {
         if self.items.is_empty() {
             self.turn_to(ItemKind::Message, events);
         }
+        self.told.append(&mut self.untold);
         let is_cut = self.end == Some("length");
         let status = if is_cut { "incomplete" } else { "completed" };
         self.close(status, events);

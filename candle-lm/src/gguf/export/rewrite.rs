@@ -14,6 +14,8 @@ use candle_shard::Weights;
 use super::super::{has_gates, renamed};
 use super::{ensure_absent, stored_as, write_new};
 use crate::adapter::MergedAdapter;
+use crate::config::tensors::EXPERTS;
+use crate::expert_files::GATE_UP;
 use crate::files::Files;
 
 /// Writes the model of a GGUF file with an adapter into another one, which must not exist. Tensors that the adapter changes are stored as
@@ -51,10 +53,13 @@ pub(crate) fn rewrite(
         );
     }
     let merged = |name: &str, was: GgmlDType| -> Result<Option<QTensor>> {
-        let parts = fused.get(name).map_or_else(
-            || vec![name.to_owned()],
-            |parts| parts.iter().map(|(part, _)| part.clone()).collect(),
-        );
+        // Of all experts, an expert's ups are below its gates.
+        let stack = name.strip_suffix(GATE_UP);
+        let (parts, dim): (Vec<String>, usize) = match (stack, fused.get(name)) {
+            (Some(layer), _) => (EXPERTS[..2].iter().map(|part| format!("{layer}{part}")).collect(), 1),
+            (None, Some(parts)) => (parts.iter().map(|(part, _)| part.clone()).collect(), 0),
+            (None, None) => (vec![name.to_owned()], 0),
+        };
         if !parts.iter().any(|part| adapter.changes(part)) {
             return Ok(None);
         }
@@ -62,7 +67,7 @@ pub(crate) fn rewrite(
             let shape = shapes.get(part).with_context(|| format!("{part:?} is no tensor of the model"))?;
             adapter.read(files, part, shape)
         };
-        let made = Tensor::cat(&parts.iter().map(read).collect::<Result<Vec<_>>>()?, 0)?;
+        let made = Tensor::cat(&parts.iter().map(read).collect::<Result<Vec<_>>>()?, dim)?;
         let dtype = stored_as(name, made.dims(), dtype.unwrap_or(was));
         Ok(Some(QTensor::quantize(&made, dtype)?))
     };
