@@ -81,11 +81,15 @@ impl ResponseWriter {
 
     /// An event of the only part of the last item.
     fn push_of_part(&mut self, kind: &str, fields: Value, events: &mut VecDeque<String>) {
-        let mut of_part = json!({"item_id": self.item()["id"], "content_index": 0});
+        let mut of_part = json!({"item_id": self.item_id(), "content_index": 0});
         if let (Some(of_part), Value::Object(fields)) = (of_part.as_object_mut(), fields) {
             of_part.extend(fields);
         }
         self.push_of_item(kind, of_part, events);
+    }
+
+    fn item_id(&self) -> Value {
+        self.items.last().map(|item| item["id"].clone()).unwrap_or_default()
     }
 
     fn item(&self) -> Value {
@@ -183,7 +187,7 @@ impl ResponseWriter {
             }
             ReplyDelta::Arguments(more) if !more.is_empty() && self.open == Some(ItemKind::Call) => {
                 self.append("/arguments", &more);
-                let delta = json!({"item_id": self.item()["id"], "delta": more});
+                let delta = json!({"item_id": self.item_id(), "delta": more});
                 self.push_of_item("response.function_call_arguments.delta", delta, events);
             }
             ReplyDelta::Text(_) | ReplyDelta::Thought(_) | ReplyDelta::Arguments(_) => {}

@@ -140,8 +140,12 @@ impl LinearAdapters {
         }
         let product = |x: &DTensor| x.linear(weight, None);
         let base = BaseWeight { floats: &|| Ok(weight.detach()), product: &product };
-        let y = self.add(product(x)?, x, &base)?;
-        bias.map_or(Ok(y.clone()), |bias| y.add(bias))
+        // The bias is added before the product is rounded, so that rows without an adapter are what they are alone.
+        // Magnitudes scale the product without it.
+        match bias.filter(|_| self.active().any(|(adapter, _)| adapter.magnitude.is_some())) {
+            None => self.add(x.linear(weight, bias)?, x, &base),
+            Some(bias) => self.add(product(x)?, x, &base)?.add(bias),
+        }
     }
 
     /// Returns `y`, the product of `x` and the weight without a bias, with what the running adapters add.
