@@ -13,11 +13,16 @@ struct Wrapper {
     family: Option<&'static str>,
 }
 
-const WRAPPERS: [Wrapper; 7] = [
+const WRAPPERS: [Wrapper; 8] = [
     Wrapper {
         model_type: "gemma3",
         architecture: "Gemma3ForConditionalGeneration",
         family: Some("gemma3_text"),
+    },
+    Wrapper {
+        model_type: "gemma4",
+        architecture: "Gemma4ForConditionalGeneration",
+        family: Some("gemma4_text"),
     },
     Wrapper { model_type: "mistral3", architecture: "Mistral3ForConditionalGeneration", family: None },
     Wrapper {
@@ -48,7 +53,13 @@ const WRAPPERS: [Wrapper; 7] = [
 ];
 
 /// Fields that say how images become tokens.
-const OF_IMAGES: [&str; 19] = [
+const OF_IMAGES: [&str; 25] = [
+    "audio_config",
+    "audio_token_id",
+    "boa_token_id",
+    "eoa_token_id",
+    "eoa_token_index",
+    "vision_soft_tokens_per_image",
     "boi_token_id",
     "boi_token_index",
     "eoi_token_id",
@@ -83,7 +94,8 @@ const OF_BOTH: [&str; 7] = [
 ];
 
 /// The parts of models that turn images into tokens, by the beginnings of their tensors' names.
-const PARTS_OF_IMAGES: [&str; 3] = ["vision_tower.", "multi_modal_projector.", "visual."];
+const PARTS_OF_IMAGES: [&str; 6] =
+    ["audio_tower.", "embed_audio.", "embed_vision.", "vision_tower.", "multi_modal_projector.", "visual."];
 
 /// The fields of the language model of a config, and whether there is more than that.
 ///

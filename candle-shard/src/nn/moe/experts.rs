@@ -90,6 +90,7 @@ impl ExpertWeights {
             let (gate, up) = (with(gate, 0)?, with(up, 1)?);
             Ok::<_, Error>(match self.gate {
                 ExpertGate::Silu => kernels::silu_gate(&gate, &up)?,
+                ExpertGate::Gelu => gelu_gate(&gate, &up)?,
                 ExpertGate::Clamped { alpha, limit } => kernels::clamped_gate(&gate, &up, alpha, limit)?,
             })
         };
@@ -114,6 +115,14 @@ impl ExpertWeights {
         let bias = if self.is_first { bias } else { bias.mul(&bias.zeros_like()?)? };
         sum(&made, &bias)
     }
+}
+
+/// `gelu(gate) · up`. Of two tensors without elements candle forgets one.
+fn gelu_gate(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    if gate.elem_count() == 0 {
+        return Ok(empty::zeros_of(&[gate, up], gate.shape(), gate.dtype())?);
+    }
+    Ok(gate.gelu()?.mul(up)?)
 }
 
 /// The sum of two tensors of a shape, of which candle forgets one where they have no elements.
