@@ -372,6 +372,13 @@ impl Config {
     pub fn name_in_memory(&self, name: &str) -> String {
         let rest = name.strip_prefix(self.parts.model_name).and_then(|rest| rest.strip_prefix('.'));
         let name = rest.map_or(name.to_owned(), |rest| format!("model.{rest}"));
+        let module = name.rsplit_once('.').map_or("", |(module, _)| module);
+        // Tensors of GGUF files have such a name already.
+        let is_own =
+            |(own, stored): &(&str, &str)| own.ends_with(stored) && module.ends_with(&format!(".{own}"));
+        if self.parts.names.iter().any(is_own) {
+            return name;
+        }
         self.renamed(&name, |(own, stored)| (stored, own))
     }
 

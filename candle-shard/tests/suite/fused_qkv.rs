@@ -388,7 +388,8 @@ fn values_of_keys_equal_those_of_weights_that_are_the_same() {
             // Of the last ones ranks share a key head.
             for h in [(6, 3), (4, 2), (3, 1)].map(heads) {
                 let run = |value: &'static str| {
-                    let vb = MeshVarBuilder::fresh(SEED, &mesh, plan(), DType::F64, &device())?;
+                    let plan = Plan::new("tp").with("qkv", ColwiseParallel::default());
+                    let vb = MeshVarBuilder::fresh(SEED, &mesh, plan, DType::F64, &device())?;
                     let names = ["q_proj", "k_proj", value];
                     let qkv = FusedQkv::with_names(WIDTH, h, 1, true, names, &vb.pp("qkv"))?;
                     let parameters = vb.finish()?;
