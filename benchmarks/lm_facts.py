@@ -478,6 +478,28 @@ DENSE |= {
     ),
 }
 
+GEMMA4 = dict(
+    num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=3, head_dim=16, global_head_dim=24, sliding_window=4,
+    hidden_size_per_layer_input=0, layer_types=WINDOWS * 2,
+)
+MIXTURES |= {
+    "gemma4": (
+        "Gemma4", dict(GEMMA4, num_global_key_value_heads=2, attention_k_eq_v=True, final_logit_softcapping=3.0),
+    ),
+    "gemma4 with values": (
+        "Gemma4", dict(GEMMA4, num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=False, rms_norm_eps=0.01)
+    ),
+}
+MIXTURES |= {
+    "gemma4 mixture": (
+        "Gemma4",
+        dict(
+            GEMMA4, num_hidden_layers=2, layer_types=WINDOWS, enable_moe_block=True, num_experts=5, top_k_experts=2,
+            moe_intermediate_size=20, attention_k_eq_v=True, num_global_key_value_heads=1,
+        ),
+    ),
+}
+
 MODELS = {**CASES, **MIXTURES, **DENSE}
 
 ROPES_PATH = PATH.with_name("ropes.json")
@@ -534,7 +556,7 @@ ROPES = {
 
 
 def built(family, fields):
-    kind = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}.get(family, family)
+    kind = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}.get(family, family)
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **fields})
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

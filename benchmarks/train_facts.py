@@ -81,6 +81,8 @@ def parts(name, grad, config):
             name = name.replace(module, known)
     if config.model_type in ("mamba2", "nemotron_h"):
         name = name_in_memory(name)
+    if config.model_type == "gemma4_text":
+        name = name.replace(".experts.", ".mlp.experts.").replace(".router.", ".mlp.router.").replace(".proj.", ".")
     module, parameter = name.rsplit(".", 2)[-2:]
     if ".mamba." in name and module in ("in_proj", "conv1d"):
         rows = mamba_rows(module, config)

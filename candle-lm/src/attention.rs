@@ -1,7 +1,8 @@
 //! Attention of a decoder layer: projections, norms of heads, rotary positions, and the keys and values of a cache.
 
+use candle_core::Tensor;
 use candle_shard::nn::{Init, MeshVarBuilder, Width};
-use candle_shard::{Attention, DTensor, Placements, Result, Shard};
+use candle_shard::{Attention, DTensor, Placements, Replicate, Result, Shard};
 
 use crate::TOKEN_AXIS;
 use crate::cache::{self, CutTurn, LayerTokens, Texts, VisibleKv};
@@ -17,6 +18,9 @@ pub(crate) struct SelfAttention {
     qkv: Qkv,
     /// Of queries and keys.
     head_norms: Option<[Norm; 2]>,
+    /// Ones, if the values of each head are normalized.
+    value_norm: Option<DTensor>,
+    eps: f64,
     o_proj: Projection,
     qk_norm: QkNorm,
     scale: f64,
@@ -32,13 +36,14 @@ pub(crate) struct SelfAttention {
 impl SelfAttention {
     /// That of the layer of this number at the builder's path.
     pub(crate) fn new(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Self> {
-        let (hidden, heads, parts) = (config.hidden_size, config.heads(), &config.parts);
+        let (hidden, heads, parts) = (config.hidden_size, config.heads_of(layer), &config.parts);
         let head_norms = |widths: [usize; 2]| {
             let [query, key] = parts.qk_norm.names();
             let norm = |name: &str, width| Norm::new(width, config, &vb.pp(name));
             Ok::<_, candle_shard::Error>([norm(query, widths[0])?, norm(key, widths[1])?])
         };
-        let qkv = Qkv::new(hidden, heads, parts.gated_attention, parts.qkv_bias, vb)?;
+        let qkv =
+            Qkv::new(hidden, heads, [parts.gated_attention, parts.has_values(layer)], parts.qkv_bias, vb)?;
         let Width { units, unit } = qkv.width();
         let sinks = || {
             vb.get_in_units(
@@ -54,6 +59,8 @@ impl SelfAttention {
             o_proj: Projection::new(qkv.width(), hidden, parts.output_bias, &vb.pp("o_proj"))?,
             qkv,
             head_norms: parts.qk_norm.widths(heads).map(head_norms).transpose()?,
+            value_norm: parts.value_norm.then(|| ones(heads.dim, vb)).transpose()?,
+            eps: config.rms_norm_eps,
             qk_norm: parts.qk_norm,
             scale: parts.scores_scale.unwrap_or(1.0 / (heads.dim as f64).sqrt()),
             scores_cap: parts.scores_cap,
@@ -71,6 +78,9 @@ impl SelfAttention {
         turns: Option<Vec<LayerTokens<'_>>>,
     ) -> Result<DTensor> {
         let [mut q, mut k, mut v] = self.qkv.forward(x)?;
+        if let Some(ones) = &self.value_norm {
+            v = v.rms_norm(ones, self.eps)?;
+        }
         let gate = match self.is_gated {
             true => Some(ungated([&mut q, &mut k, &mut v])?.transpose(1, 2)?.sigmoid()?),
             false => None,
@@ -124,6 +134,12 @@ impl SelfAttention {
             None => Ok(mixed),
         }
     }
+}
+
+/// The weight of a norm that has none.
+fn ones(width: usize, vb: &MeshVarBuilder) -> Result<DTensor> {
+    let everywhere = Placements::from_elem(Replicate, vb.mesh().ndim());
+    DTensor::from_local(Tensor::ones(width, vb.dtype(), vb.device())?, vb.mesh(), &everywhere, width)
 }
 
 /// Where the new tokens of each text are.

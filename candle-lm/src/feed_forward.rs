@@ -1,11 +1,13 @@
 //! The feed-forward network of a layer: one for all tokens, or experts of which each token uses some, perhaps beside one for all.
 
 use candle_nn::Activation;
-use candle_shard::nn::{MeshVarBuilder, MoE, MoEConfig, Mode};
+use candle_shard::nn::{Init, MeshVarBuilder, MoE, MoEConfig, Mode};
 use candle_shard::{DTensor, Placements, Replicate, Result, Shard};
 
 use crate::config::Config;
 use crate::config::experts::Experts;
+use crate::config::tensors::BESIDE_DENSE;
+use crate::norm::Norm;
 use crate::projection::{Projection, granule, in_blocks};
 use crate::{EXPERT_AXIS, LAYER_AXIS};
 
@@ -14,6 +16,19 @@ use crate::{EXPERT_AXIS, LAYER_AXIS};
 pub(crate) enum FeedForward {
     Dense(Box<Dense>),
     Experts(Box<Mixture>),
+    Both(Box<DenseAndExperts>),
+}
+
+/// A network for all tokens, and experts beside it that have the states before the norm of that one.
+#[derive(Debug)]
+pub(crate) struct DenseAndExperts {
+    dense: Dense,
+    experts: MoE,
+    /// Of what tokens choose experts by.
+    scale: DTensor,
+    eps: f64,
+    /// Behind the network, before the experts, and behind these.
+    norms: [Norm; 3],
 }
 
 /// Experts, and what all tokens use beside them.
@@ -38,11 +53,15 @@ pub(crate) struct Dense {
 const TOKENS: usize = 1;
 
 impl FeedForward {
-    /// The network of this layer at the builder's path.
-    pub(crate) fn new(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Self> {
+    /// The network of this layer, whose path the builder has.
+    pub(crate) fn new(config: &Config, layer: usize, of_layer: &MeshVarBuilder) -> Result<Self> {
+        let vb = &of_layer.pp("mlp");
         let Some(experts) = config.parts.experts(layer) else {
             return Ok(Self::Dense(Box::new(Dense::new(config, config.intermediate_size, vb)?)));
         };
+        if experts.beside_dense {
+            return Ok(Self::Both(Box::new(DenseAndExperts::new(config, experts, of_layer)?)));
+        }
         let [shared, gate] = experts.names.shared.map(|name| name.trim_start_matches("mlp."));
         let hidden = config.hidden_size;
         Ok(Self::Experts(Box::new(Mixture {
@@ -54,11 +73,12 @@ impl FeedForward {
         })))
     }
 
-    /// What the network adds to the states `[batch, tokens, hidden]`.
-    pub(crate) fn forward(&self, x: &DTensor) -> Result<DTensor> {
+    /// What the network adds to the states `[batch, tokens, hidden]`, which are `x` behind the norm before it.
+    pub(crate) fn forward(&self, x: &DTensor, before: &DTensor) -> Result<DTensor> {
         match self {
             Self::Dense(dense) => dense.forward(x),
             Self::Experts(mixture) => mixture.forward(x),
+            Self::Both(both) => both.forward(x, before),
         }
     }
 }
@@ -90,15 +110,46 @@ impl Dense {
     }
 }
 
+impl DenseAndExperts {
+    fn new(config: &Config, experts: &Experts, of_layer: &MeshVarBuilder) -> Result<Self> {
+        let (hidden, vb) = (config.hidden_size, of_layer.pp("mlp"));
+        let [behind_dense, before, behind] =
+            BESIDE_DENSE.map(|name| Norm::new(hidden, config, &of_layer.pp(name)));
+        Ok(Self {
+            dense: Dense::new(config, config.intermediate_size, &vb)?,
+            experts: MoE::new(options(hidden, experts, &vb), &vb)?,
+            scale: vb.pp("router").get(hidden, "scale", Init::Const(1.0), Replicate, false)?,
+            eps: config.rms_norm_eps,
+            norms: [behind_dense?, before?, behind?],
+        })
+    }
+
+    fn forward(&self, x: &DTensor, before: &DTensor) -> Result<DTensor> {
+        let [behind_dense, before_experts, behind_experts] = &self.norms;
+        let scale = self.scale.affine((self.scale.dims()[0] as f64).powf(-0.5), 0.0)?;
+        let chosen = through_experts(
+            &self.experts,
+            &before_experts.forward(before)?,
+            &before.rms_norm(&scale, self.eps)?,
+        )?;
+        behind_dense.forward(&self.dense.forward(x)?)?.add(&behind_experts.forward(&chosen)?)
+    }
+}
+
+/// What experts make of states, chosen by others of the same layout.
+fn through_experts(experts: &MoE, x: &DTensor, by: &DTensor) -> Result<DTensor> {
+    match routed(x)? {
+        None => Ok(experts.forward_by(x, by, Mode::Eval)?.output),
+        Some(cut) => {
+            let made = experts.forward_by(&x.redistribute(&cut)?, &by.redistribute(&cut)?, Mode::Eval)?;
+            made.output.redistribute(x.placements())
+        }
+    }
+}
+
 impl Mixture {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let routed = match routed(x)? {
-            None => self.experts.forward(x, Mode::Eval)?.output,
-            Some(cut) => {
-                let made = self.experts.forward(&x.redistribute(&cut)?, Mode::Eval)?.output;
-                made.redistribute(x.placements())?
-            }
-        };
+        let routed = through_experts(&self.experts, x, x)?;
         let Some(shared) = &self.shared else { return Ok(routed) };
         let made = shared.forward(x)?;
         match &self.gate {
@@ -116,6 +167,7 @@ fn options(width: usize, experts: &Experts, vb: &MeshVarBuilder) -> MoEConfig {
         .bias(experts.has_bias)
         .logit_bias(experts.logit_bias)
         .expert_bias(experts.biases)
+        .expert_scale(experts.beside_dense)
         .expert_gate(experts.gate)
         .normalize(experts.normalize)
         .normalize_epsilon(experts.normalize_epsilon)

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use candle_shard::nn::{self, MeshVarBuilder};
-use candle_shard::{DTensor, Error, Result};
+use candle_shard::nn::{self, Init, MeshVarBuilder};
+use candle_shard::{DTensor, Error, Replicate, Result};
 
 use crate::TOKEN_AXIS;
 use crate::attention::SelfAttention;
@@ -12,6 +12,7 @@ use crate::cache::LayerTokens;
 use crate::config::Config;
 use crate::config::mixers::MixerKind;
 use crate::config::parts::Norms;
+use crate::config::tensors::LAYER_SCALAR;
 use crate::delta_net::DeltaNet;
 use crate::feed_forward::FeedForward;
 use crate::latent::LatentAttention;
@@ -77,6 +78,8 @@ pub(crate) struct DecoderLayer {
     /// The router of the experts, in a model that learns their balance.
     router: Option<DecoderRouter>,
     branch_scale: f64,
+    /// A number that multiplies the states behind the layer.
+    scalar: Option<DTensor>,
     /// Whether the feed-forward network has the states that attention has.
     is_parallel: bool,
 }
@@ -99,10 +102,14 @@ impl DecoderLayer {
             mixer: Mixer::new(config, layer, vb)?,
             feed_forward: parts
                 .has_feed_forward(layer)
-                .then(|| FeedForward::new(config, layer, &vb.pp("mlp")))
+                .then(|| FeedForward::new(config, layer, vb))
                 .transpose()?,
             router: None,
             branch_scale: parts.branch_scale,
+            scalar: parts
+                .layer_scalar
+                .then(|| vb.frozen().get(1, LAYER_SCALAR, Init::Const(1.0), Replicate, false))
+                .transpose()?,
             is_parallel: parts.norms == Norms::Shared,
         })
     }
@@ -126,7 +133,7 @@ impl DecoderLayer {
             let [before, ..] = &self.norms;
             let normed = through(before, x)?;
             let mixed = self.add(x, &mixer.forward(&normed, angles, turns)?)?;
-            return self.add(&mixed, &feed_forward.forward(&normed)?);
+            return self.add(&mixed, &feed_forward.forward(&normed, x)?);
         }
         self.fed(&self.mixed(x, angles, turns)?)
     }
@@ -160,7 +167,8 @@ impl DecoderLayer {
         let ([.., before, after], Some(network)) = (&self.norms, &self.feed_forward) else {
             return Ok(x.clone());
         };
-        self.add(x, &through(after, &network.forward(&through(before, x)?)?)?)
+        let made = self.add(x, &through(after, &network.forward(&through(before, x)?, x)?)?)?;
+        self.scalar.as_ref().map_or(Ok(made.clone()), |scalar| made.mul(scalar))
     }
 
     /// The sums of the router, of the states after the mixer.

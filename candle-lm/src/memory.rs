@@ -33,16 +33,18 @@ use crate::projection::with_gates;
 /// assert_eq!(memory::cache_bytes(&config, DType::F32, [1, 100], [2, 3]), 4 * 4 * 32 * 2 * 4 * 34);
 /// ```
 pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp, cp]: [usize; 2]) -> usize {
-    let Heads { query, key_value, dim } = config.heads();
-    let heads = if key_value < tp { query } else { key_value };
-    // Each rank has all latents.
-    let of_token =
-        config.parts.latent().map_or(2 * heads * dim, |widths| tp.max(1) * (widths.rank + widths.rotary));
+    let of_token = |layer| {
+        let Heads { query, key_value, dim } = config.heads_of(layer);
+        let heads = if key_value < tp { query } else { key_value };
+        // Each rank has all latents.
+        config.parts.latent().map_or(2 * heads * dim, |widths| tp.max(1) * (widths.rank + widths.rotary))
+    };
     let part = room.div_ceil(cp.max(1));
     let kept = |layer| config.parts.window(layer).filter(|&window| window < room).unwrap_or(part);
     let attention = (0..config.num_hidden_layers).filter(|&layer| config.parts.mixer(layer).is_attention());
-    let tokens: usize = attention.map(kept).fold(0, usize::saturating_add);
-    let keys = [tokens, of_token, dtype.size_in_bytes()].into_iter().fold(1, usize::saturating_mul);
+    let of_layer = |layer| kept(layer).saturating_mul(of_token(layer));
+    let numbers = attention.map(of_layer).fold(0, usize::saturating_add);
+    let keys = numbers.saturating_mul(dtype.size_in_bytes());
     keys.saturating_add(config.state_bytes(tp)).saturating_mul(texts)
 }
 
@@ -65,10 +67,13 @@ const CUT: [&str; 5] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
 /// If the files lack a tensor.
 pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) -> Result<usize> {
     let config = &files.config;
-    let Heads { query, key_value, .. } = config.heads();
-    let [queries, keys] = [query, key_value].map(|heads| chunk_sizes(heads, tp));
-    let shares_keys = key_value < tp
-        && queries.iter().zip(&keys).any(|(queries, keys)| *queries != keys * (query / key_value));
+    let shares_keys = |name: &str| {
+        let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse().ok());
+        let Heads { query, key_value, .. } = config.heads_of(layer.unwrap_or(0));
+        let [queries, keys] = [query, key_value].map(|heads| chunk_sizes(heads, tp));
+        key_value < tp
+            && queries.iter().zip(&keys).any(|(queries, keys)| *queries != keys * (query / key_value))
+    };
     let mut all = 0usize;
     for (name, shape) in config.tensors() {
         let blocks = held_blocks(files, held, tp, &name)?;
@@ -88,7 +93,7 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
             _ if is_whole == Some(false) => 1,
             3 => 1,
             _ if WHOLE.contains(&module) || name.ends_with(EXPERT_BIASES[2]) => tp,
-            _ if shares_keys && ["k_proj", "v_proj"].contains(&module) => tp,
+            _ if ["k_proj", "v_proj"].contains(&module) && shares_keys(&name) => tp,
             0 | 1
                 if !(name.ends_with(".bias") && CUT.contains(&module)
                     || OF_HEADS.iter().any(|end| name.ends_with(end))) =>
@@ -130,16 +135,19 @@ fn held_blocks(files: &Files, held: &ModelOptions, tp: usize, name: &str) -> Res
             .try_fold(true, |all, one: Result<bool>| Ok(all && one?))
     };
     let Some(own) = block(name)? else { return Ok(None) };
+    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse().ok());
+    let layer = layer.unwrap_or(0);
     let attention = |name: &str| -> Option<[String; 3]> {
-        let (layer, _) = name.split_once(".self_attn.")?;
-        Some(["q_proj", "k_proj", "v_proj"].map(|part| format!("{layer}.self_attn.{part}.weight")))
+        let (path, _) = name.split_once(".self_attn.")?;
+        let values = if files.config.parts.has_values(layer) { "v_proj" } else { "k_proj" };
+        Some(["q_proj", "k_proj", values].map(|part| format!("{path}.self_attn.{part}.weight")))
     };
     let experts = EXPERTS.iter().find_map(|part| name.strip_suffix(part));
     let is_kept = match (name.rsplit('.').nth(1).unwrap_or_default(), attention(name), experts) {
         (_, _, Some(layer)) => all(EXPERTS.map(|part| format!("{layer}{part}")))?,
         ("router" | "kv_b_proj", ..) => false,
         ("o_proj", ..) if let Some(widths) = files.config.parts.latent() => {
-            let Heads { query: count, .. } = files.config.heads();
+            let Heads { query: count, .. } = files.config.heads_of(layer);
             let heads = Heads { query: count, key_value: count, dim: widths.value };
             (heads.together(tp, own.block_size()) * widths.value).is_multiple_of(own.block_size())
         }
@@ -148,7 +156,7 @@ fn held_blocks(files: &Files, held: &ModelOptions, tp: usize, name: &str) -> Res
         ("o_proj", Some(names), _) => {
             let is_gated = files.config.parts.gated_attention;
             let granule = if all(names)? { own.block_size() } else { 1 };
-            let (heads, granule) = with_gates(files.config.heads(), is_gated, granule);
+            let (heads, granule) = with_gates(files.config.heads_of(layer), is_gated, granule);
             let columns = heads.together(tp, granule) * heads.dim / if is_gated { 2 } else { 1 };
             columns.is_multiple_of(own.block_size())
         }

@@ -88,24 +88,25 @@ const NAMES: [&str; 3] = ["q_proj", "k_proj", "v_proj"];
 
 impl Qkv {
     /// The layer at the builder's path, whose heads are cut where the output projection can be. Where they are gated, each query head is
-    /// followed by its gate.
+    /// followed by its gate. Without values of their own these are the keys.
     pub(crate) fn new(
         hidden: usize,
         heads: Heads,
-        is_gated: bool,
+        [is_gated, has_values]: [bool; 2],
         bias: bool,
         vb: &MeshVarBuilder,
     ) -> Result<Self> {
-        let is_quantized = NAMES.iter().all(|name| vb.pp(name).quantized_block("weight").is_some());
+        let names = if has_values { NAMES } else { [NAMES[0], NAMES[1], NAMES[1]] };
+        let is_quantized = names.iter().all(|name| vb.pp(name).quantized_block("weight").is_some());
         Ok(match is_quantized {
             true => {
                 let (heads, granule) = with_gates(heads, is_gated, granule(&vb.pp("o_proj")));
-                let layer = QuantizedQkv::with_names(hidden, heads, granule, bias, NAMES, vb)?;
+                let layer = QuantizedQkv::with_names(hidden, heads, granule, bias, names, vb)?;
                 Self { layer: QkvLayer::Quantized(layer.into()), is_gated }
             }
             false => {
                 let (heads, granule) = with_gates(heads, is_gated, 1);
-                let layer = FusedQkv::with_names(hidden, heads, granule, bias, NAMES, vb)?;
+                let layer = FusedQkv::with_names(hidden, heads, granule, bias, names, vb)?;
                 Self { layer: QkvLayer::Dense(layer.into()), is_gated }
             }
         })

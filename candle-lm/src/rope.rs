@@ -26,8 +26,6 @@ pub(crate) struct Angles {
     /// Those of layers with a window, if they are others.
     local: Option<RopeTables>,
     pairs: RopePairs,
-    /// The elements of a head that are turned: the first ones.
-    width: usize,
     positions: usize,
     /// The documents that rows are packed of, if not each row is one.
     packed: Option<PackedRows>,
@@ -66,15 +64,19 @@ impl PackedRows {
 impl Angles {
     /// Those of so many positions.
     pub(crate) fn new(config: &Config, positions: usize, vb: &MeshVarBuilder) -> Result<Self> {
-        let (width, temperature) = (config.rotary_width(), config.parts.temperature);
-        let turns = |theta, scaling: Option<&RopeScaling>| {
+        let temperature = config.parts.temperature;
+        let turns = |theta, scaling: Option<&RopeScaling>, width: usize| {
             let frequencies = Frequencies { theta, scaling: scaling.cloned(), width, temperature };
             RopeTables::new(frequencies, positions, vb)
         };
-        let local = config.parts.local_rope.as_ref().map(|(theta, scaling)| turns(*theta, scaling.as_ref()));
-        let all = turns(config.rope_theta, config.rope_scaling.as_ref())?;
+        let local = config
+            .parts
+            .local_rope
+            .as_ref()
+            .map(|(theta, scaling)| turns(*theta, scaling.as_ref(), config.local_rotary_width()));
+        let all = turns(config.rope_theta, config.rope_scaling.as_ref(), config.rotary_width())?;
         let (pairs, packed) = (config.parts.pairs, None);
-        Ok(Self { all, local: local.transpose()?, pairs, width, positions, packed })
+        Ok(Self { all, local: local.transpose()?, pairs, positions, packed })
     }
 
     /// Turns the tokens of sequences that have all positions, and lie in an order.
@@ -120,12 +122,12 @@ impl Angles {
         let turns = self.local.as_ref().filter(|_| is_local).unwrap_or(&self.all);
         let tables = self.of_texts(turns, texts)?;
         let [cos, sin, ..] = &tables[..] else { return Ok(x.clone()) };
-        let dim = x.dims()[3];
-        if self.width == dim {
+        let (dim, width) = (x.dims()[3], turns.frequencies.width);
+        if width == dim {
             return x.rope(cos, sin, 0, self.pairs);
         }
-        let turned = x.narrow(3, 0, self.width)?.rope(cos, sin, 0, self.pairs)?;
-        DTensor::cat(&[turned, x.narrow(3, self.width, dim - self.width)?], 3)
+        let turned = x.narrow(3, 0, width)?.rope(cos, sin, 0, self.pairs)?;
+        DTensor::cat(&[turned, x.narrow(3, width, dim - width)?], 3)
     }
 
     /// Queries `[batch, heads, tokens, dim]` times the factors of their positions, if there are some. The tokens are those of texts.
@@ -267,6 +269,7 @@ fn tables(
 struct Frequencies {
     theta: f64,
     scaling: Option<RopeScaling>,
+    /// The elements of a head that are turned: the first ones.
     width: usize,
     /// Of queries.
     temperature: Option<AttentionTemperature>,

@@ -54,6 +54,11 @@ impl Moe {
         self.layer.forward(x)
     }
 
+    /// Like [`forward`](Self::forward), with experts that the tokens `by` of the same shape choose.
+    pub fn forward_by(&self, x: &Tensor, by: &Tensor) -> Result<Made> {
+        self.layer.forward_by(x, by)
+    }
+
     /// Sets the bias of the choice, one number per expert.
     pub fn set_bias(&mut self, bias: Vec<f64>) {
         self.layer.bias = bias;
@@ -71,6 +76,7 @@ pub(crate) struct MoeLayer {
     bias: Vec<f64>,
     router: Tensor,
     logit_bias: Option<Tensor>,
+    expert_scale: Option<Tensor>,
     /// Gate, up and down.
     experts: [Tensor; 3],
     /// Those of gate, up and down.
@@ -108,6 +114,8 @@ impl MoeLayer {
         let uniform = Distribution::Uniform { lo: -bound, up: bound };
         let logit_bias = || params.draw(format!("{prefix}router.logit_bias"), &[experts], uniform);
         let logit_bias = config.logit_bias.then(logit_bias).transpose()?;
+        let expert_scale = || params.ones(format!("{prefix}router.per_expert_scale"), experts);
+        let expert_scale = config.expert_scale.then(expert_scale).transpose()?;
         let mut bias_of = |name: &str, columns: usize, into: usize| {
             let bound = 1.0 / (into as f64).sqrt();
             let uniform = Distribution::Uniform { lo: -bound, up: bound };
@@ -122,13 +130,18 @@ impl MoeLayer {
             false => None,
         };
         let (config, bias) = (config.clone(), vec![0.0; experts]);
-        Ok(Self { config, bias, router, logit_bias, experts: of_experts, biases, shared, shared_gate })
+        let experts = of_experts;
+        Ok(Self { config, bias, router, logit_bias, expert_scale, experts, biases, shared, shared_gate })
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Made> {
+        self.forward_by(x, x)
+    }
+
+    fn forward_by(&self, x: &Tensor, by: &Tensor) -> Result<Made> {
         let config = &self.config;
         let flat = x.reshape(((), config.width))?;
-        let mut logits = flat.matmul(&self.router.t()?)?;
+        let mut logits = by.reshape(((), config.width))?.matmul(&self.router.t()?)?;
         if let Some(bias) = &self.logit_bias {
             logits = logits.broadcast_add(bias)?;
         }
@@ -147,6 +160,9 @@ impl MoeLayer {
             weights = weights.broadcast_div(&sums)?;
         }
         weights = (weights * config.scale)?;
+        if let Some(factors) = &self.expert_scale {
+            weights = (weights * factors.broadcast_as(scores.shape())?.contiguous()?.gather(&indexes, 1)?)?;
+        }
         let mut output = flat.zeros_like()?;
         for expert in 0..config.experts {
             let uses = choices.iter().flatten().map(|choice| f64::from(u8::from(*choice == Some(expert))));
@@ -250,6 +266,11 @@ fn gated(x: &Tensor, [gate, up, down]: [&Tensor; 3]) -> Result<Tensor> {
 fn activated(gate: &Tensor, up: &Tensor, kind: ExpertGate) -> Result<Tensor> {
     match kind {
         ExpertGate::Silu => (gate * candle_nn::ops::sigmoid(gate)?)? * up,
+        ExpertGate::Gelu => {
+            // candle's own has a backward pass with constants of six digits.
+            let inner = ((gate * ((gate.sqr()? * 0.044715)? + 1.0)?)? * (2.0 / std::f64::consts::PI).sqrt())?;
+            ((gate * (inner.tanh()? + 1.0)?)? * 0.5)? * up
+        }
         ExpertGate::Clamped { alpha, limit } => {
             let limited = |x: &Tensor, low: f64| {
                 let is_within = (x.le(limit)? * x.ge(low)?)?;

@@ -25,6 +25,9 @@ pub struct Experts {
     pub has_bias: bool,
     /// Whether a bias is added to the logits.
     pub logit_bias: bool,
+    /// Whether they are beside the network of a layer without experts, as in Gemma 4: with norms of their own, a scale of what they are
+    /// chosen by, and a factor of each.
+    pub beside_dense: bool,
     /// Whether the layers of an expert have biases.
     pub biases: bool,
     /// What an expert makes of its gate and its up.
@@ -146,6 +149,18 @@ pub static MISTRAL: ExpertNames = ExpertNames {
     ..DEEPSEEK
 };
 
+/// The names of the files of Gemma's mixtures.
+pub static GEMMA: ExpertNames = ExpertNames {
+    router: "router.proj",
+    experts: "experts",
+    stacks: Some(StackNames {
+        gate_up: "experts.gate_up_proj",
+        down: "experts.down_proj",
+        interleaved: false,
+    }),
+    ..QWEN
+};
+
 const SHARED: [&str; 2] = ["mlp.shared_experts", "mlp.shared_expert_gate"];
 
 /// The fields of routers that all mixtures have.
@@ -232,6 +247,7 @@ impl Default for Experts {
             has_bias: false,
             logit_bias: false,
             biases: false,
+            beside_dense: false,
             gate: ExpertGate::Silu,
             normalize: true,
             normalize_epsilon: 0.0,
@@ -312,6 +328,15 @@ impl Experts {
         };
         let read = Self::read(fields, [128, 4], hidden, &GPT_OSS)?;
         Ok(Self { logit_bias: true, biases: true, gate, ..read })
+    }
+
+    /// Those of Gemma 4, in all layers, beside other networks.
+    pub(super) fn gemma(fields: &Fields) -> Result<Self> {
+        for name in ["num_experts", "num_experts_per_tok"] {
+            fields.size(name, MOST)?;
+        }
+        let read = Self::read(fields, [1, 1], fields.size("moe_intermediate_size", super::MOST)?, &GEMMA)?;
+        Ok(Self { beside_dense: true, gate: ExpertGate::Gelu, balance: 0.0, ..read })
     }
 
     /// Those of OLMo, in all layers.

@@ -237,6 +237,11 @@ impl Config {
 
     pub(super) fn check(&self) -> Result<()> {
         let Heads { query, key_value, dim } = self.heads();
+        let others = self.parts.full_heads.map_or(key_value, |heads| heads.key_value);
+        ensure!(
+            query.is_multiple_of(others),
+            "num_global_key_value_heads {others} does not divide num_attention_heads {query}"
+        );
         ensure!(
             self.head_dim.is_some() || self.hidden_size.is_multiple_of(query),
             "num_attention_heads {query} does not divide hidden_size {}",
@@ -256,13 +261,28 @@ impl Config {
             "heads are {dim} wide, and {width} of it have rotary positions; they need an even number"
         );
         let local = self.parts.local_rope.as_ref().and_then(|(_, scaling)| scaling.as_ref());
-        self.rope_scaling.iter().chain(local).try_for_each(|scaling| scaling.check(width))
+        let of_windows = self.local_rotary_width();
+        ensure!(
+            of_windows > 0 && of_windows.is_multiple_of(2),
+            "heads of layers with a window are {dim} wide, and {of_windows} of it have rotary positions; they need an even number"
+        );
+        self.rope_scaling.iter().try_for_each(|scaling| scaling.check(width))?;
+        local.iter().try_for_each(|scaling| scaling.check(of_windows))
     }
 
     /// The elements of a head that have rotary positions: its first ones, or the last ones of latent attention.
     pub(super) fn rotary_width(&self) -> usize {
-        let share = (self.heads().dim as f64 * self.parts.rotary_share) as usize;
+        let dim = self.parts.full_heads.unwrap_or(self.heads()).dim;
+        let share = (dim as f64 * self.parts.rotary_share) as usize;
         self.parts.latent().map_or(share, |widths| widths.rotary)
+    }
+
+    /// The same of layers with a window.
+    pub(super) fn local_rotary_width(&self) -> usize {
+        match self.parts.full_heads {
+            Some(_) => (self.heads().dim as f64 * self.parts.rotary_share) as usize,
+            None => self.rotary_width(),
+        }
     }
 
     /// The longest sequence: positions that are scaled by its length go beyond what was learned.
@@ -285,7 +305,13 @@ impl Config {
         matches!(self.rope_scaling, Some(RopeScaling::Dynamic { learned, .. }) if length > learned)
     }
 
-    /// The heads of attention.
+    /// The heads of attention of a layer.
+    pub fn heads_of(&self, layer: usize) -> Heads {
+        let is_full = self.parts.window(layer).is_none();
+        self.parts.full_heads.filter(|_| is_full).unwrap_or(self.heads())
+    }
+
+    /// The heads of attention; where layers without a window have others, those of layers with one.
     pub fn heads(&self) -> Heads {
         let query = self.num_attention_heads;
         let dim = self.head_dim.unwrap_or(self.hidden_size.checked_div(query).unwrap_or(0));

@@ -65,6 +65,14 @@ pub struct Parts {
     pub draft_layers: usize,
     /// Whether each query head has a gate of the output of attention, in the rows behind its own.
     pub gated_attention: bool,
+    /// The heads of layers without a window, if they have others than those with one.
+    pub full_heads: Option<Heads>,
+    /// Whether layers without a window make values of the projections of keys.
+    pub values_from_keys: bool,
+    /// Whether the values of each head are normalized, without weights.
+    pub value_norm: bool,
+    /// Whether a number of each layer multiplies the states behind it.
+    pub layer_scalar: bool,
     /// What mixes the tokens of each layer; attention in all without a list.
     pub mixers: Vec<MixerKind>,
     /// What files call modules, where layers have other names for them.
@@ -234,6 +242,10 @@ impl Default for Parts {
             experts: None,
             draft_layers: 0,
             gated_attention: false,
+            full_heads: None,
+            values_from_keys: false,
+            value_norm: false,
+            layer_scalar: false,
             mixers: Vec::new(),
             names: &[],
             model_name: "model",
@@ -246,6 +258,11 @@ impl Parts {
     /// The window of a layer.
     pub fn window(&self, layer: usize) -> Option<usize> {
         self.windows.get(layer).copied().flatten()
+    }
+
+    /// Whether a layer has projections of values beside those of keys.
+    pub fn has_values(&self, layer: usize) -> bool {
+        !self.values_from_keys || self.window(layer).is_some()
     }
 
     /// Whether a layer has rotary positions.

@@ -15,7 +15,7 @@ type RopeKind = (&'static str, &'static [&'static str], &'static [&'static str])
 
 const LEARNED: &str = "original_max_position_embeddings";
 
-const KINDS: [RopeKind; 8] = [
+const KINDS: [RopeKind; 9] = [
     ("default", &[], &[]),
     ("linear", &["factor"], &[]),
     ("llama3", &["factor", "low_freq_factor", "high_freq_factor"], &[LEARNED]),
@@ -35,6 +35,7 @@ const KINDS: [RopeKind; 8] = [
         ],
     ),
     ("longrope", LISTS, &["factor", LEARNED, "attention_factor"]),
+    (PROPORTIONAL, &[], &["factor"]),
     (BASE_STRETCH, &["alpha"], &["factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"]),
     // Older names of the same.
     ("su", LISTS, &["factor", LEARNED, "attention_factor"]),
@@ -43,6 +44,12 @@ const KINDS: [RopeKind; 8] = [
 /// The scaling of HunYuan, which its files call dynamic: a base that is stretched by `alpha`, whatever the length. The other numbers
 /// beside it have no effect.
 pub(super) const BASE_STRETCH: &str = "dynamic with alpha";
+
+/// The kind of Gemma 4: a share of a head's pairs is turned, of wavelengths that are those of the whole head.
+pub(super) const PROPORTIONAL: &str = "proportional";
+
+/// A factor of wavelengths that keeps a pair from being turned, as files of llama.cpp have it.
+const STILL: f64 = 1e30;
 
 const LISTS: &[&str] = &["short_factor", "long_factor"];
 
@@ -161,7 +168,12 @@ pub(super) fn temperature(fields: &Fields) -> Result<Option<AttentionTemperature
 /// If it is no share, or two fields say unlike things.
 pub(super) fn share(fields: &Fields) -> Result<f64> {
     let name = "partial_rotary_factor";
-    let inside = forms(fields, "full_attention")?.into_iter().filter_map(|(_, form)| form.get(name));
+    let forms = forms(fields, "full_attention")?;
+    // All pairs of a head have wavelengths, those that are not turned too.
+    if forms.iter().any(|(_, form)| form.get("rope_type").is_some_and(|kind| kind == PROPORTIONAL)) {
+        return Ok(1.0);
+    }
+    let inside = forms.into_iter().filter_map(|(_, form)| form.get(name));
     let said: Vec<&Value> = inside.chain(fields.get(name)).filter(|share| !share.is_null()).collect();
     let Some(&first) = said.first() else { return absent_share(fields) };
     if let Some(unlike) = said.iter().find(|share| share.as_f64() != first.as_f64()) {
@@ -324,6 +336,7 @@ impl RopeFields<'_> {
                 learned: self.fields.size("max_position_embeddings", super::MOST)?,
             },
             "yarn" => self.yarn()?,
+            PROPORTIONAL => self.proportional()?,
             "longrope" | "su" => self.longrope()?,
             _ => return Ok(None),
         }))
@@ -353,6 +366,19 @@ impl RopeFields<'_> {
             truncate: truncate.context("truncate is neither true nor false")?,
             original_max_position_embeddings: self.learned()?,
         })
+    }
+
+    /// A factor for each pair of a head of layers without a window: that of all for those that are turned.
+    fn proportional(&self) -> Result<RopeScaling> {
+        let width = match self.fields.optional_size("global_head_dim", super::MOST)? {
+            Some(width) => width,
+            None => head_width(self.fields)?,
+        };
+        let share = self.optional("partial_rotary_factor")?.unwrap_or(1.0);
+        ensure!(share <= 1.0, "partial_rotary_factor is {share}; expected more than 0 and at most 1");
+        let (turned, factor) = ((share * width as f64) as usize / 2, self.optional("factor")?.unwrap_or(1.0));
+        let of_pair = |pair: usize| if pair < turned { factor } else { STILL };
+        Ok(RopeScaling::Factors((0..width / 2).map(of_pair).collect()))
     }
 
     fn longrope(&self) -> Result<RopeScaling> {

@@ -13,8 +13,13 @@ type NamedShape = (String, Vec<usize>);
 
 /// What layers call the router and the stacked weights of experts, within a layer.
 pub(crate) const ROUTER: &str = "mlp.router";
+/// The norms of a layer whose experts are beside another network: behind that one, before the experts, and behind these.
+pub(crate) const BESIDE_DENSE: [&str; 3] =
+    ["post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"];
 /// The bias of the choice of experts, within a layer. Ranks hold it as f32.
 pub(crate) const CHOICE_BIAS: &str = "mlp.router.bias";
+/// The factor of the states behind a layer, within it. It is not learned.
+pub(crate) const LAYER_SCALAR: &str = "layer_scalar";
 /// The bias of the logits of experts, within a layer.
 pub(crate) const LOGIT_BIAS: &str = "mlp.router.logit_bias";
 /// Gate, up and down.
@@ -66,9 +71,11 @@ impl Config {
         tensors
     }
 
-    /// The name and shape of every tensor that a training changes: all but the biases of choices, which have no gradients.
+    /// The name and shape of every tensor that a training changes: all but the biases of choices and the factors of layers, which have no
+    /// gradients.
     pub(crate) fn learned(&self) -> Vec<NamedShape> {
-        self.tensors().into_iter().filter(|(name, _)| !name.ends_with(CHOICE_BIAS)).collect()
+        let is_fixed = |name: &str| name.ends_with(CHOICE_BIAS) || name.ends_with(LAYER_SCALAR);
+        self.tensors().into_iter().filter(|(name, _)| !is_fixed(name)).collect()
     }
 
     fn of_layer(&self, layer: usize) -> Vec<NamedShape> {
@@ -77,7 +84,7 @@ impl Config {
         let named = |name: &str, parameter: &str| format!("model.layers.{layer}.{name}.{parameter}");
         let mut tensors = match self.parts.mixer(layer) {
             MixerKind::None => Vec::new(),
-            MixerKind::Attention => self.of_attention(&named),
+            MixerKind::Attention => self.of_attention(layer, &named),
             MixerKind::Latent(widths) => self.of_latent_attention(&widths, &named),
             MixerKind::DeltaNet(heads) => self.of_delta(heads, layer, &named),
             MixerKind::Mamba(heads) => {
@@ -98,13 +105,14 @@ impl Config {
             ("mlp.down_proj", hidden, inner, mlp_bias),
         ];
         let experts = self.parts.experts(layer);
-        if experts.is_none() && self.parts.has_feed_forward(layer) {
+        let has_dense = experts.is_none_or(|experts| experts.beside_dense);
+        if has_dense && self.parts.has_feed_forward(layer) {
             let gated = usize::from(!self.parts.gated);
             tensors.extend(linear_tensors(&dense[gated..], &named));
         }
         if let Some(experts) = experts {
             let Experts { count, hidden: inner, has_bias, logit_bias, biases, .. } = experts;
-            let Experts { shared, shared_gate, names, .. } = experts;
+            let Experts { shared, shared_gate, names, beside_dense, .. } = experts;
             tensors.push((named(ROUTER, "weight"), vec![*count, hidden]));
             tensors.extend(has_bias.then(|| (named(ROUTER, "bias"), vec![*count])));
             tensors.extend(logit_bias.then(|| (named(ROUTER, "logit_bias"), vec![*count])));
@@ -129,11 +137,19 @@ impl Config {
                     .zip(shapes)
                     .map(|(part, [rows, columns])| (name(part), vec![*count, rows, columns])),
             );
+            if *beside_dense {
+                tensors.extend(BESIDE_DENSE.map(|norm| (named(norm, "weight"), vec![hidden])));
+                tensors.push((named(ROUTER, "scale"), vec![hidden]));
+                tensors.push((named(ROUTER, "per_expert_scale"), vec![*count]));
+            }
             if *biases {
                 let rows = EXPERT_BIASES.into_iter().zip([*inner, *inner, hidden]);
                 tensors.extend(rows.map(|(part, rows)| (name(part), vec![*count, rows])));
             }
         }
+        tensors.extend(
+            self.parts.layer_scalar.then(|| (format!("model.layers.{layer}.{LAYER_SCALAR}"), vec![1])),
+        );
         for name in norms.names().into_iter().flatten() {
             tensors.push((named(name, "weight"), vec![hidden]));
             let has_bias = self.parts.norm == NormKind::LayerWithBias;
@@ -143,9 +159,9 @@ impl Config {
     }
 
     /// Those of attention.
-    fn of_attention(&self, named: &dyn Fn(&str, &str) -> String) -> Vec<NamedShape> {
+    fn of_attention(&self, layer: usize, named: &dyn Fn(&str, &str) -> String) -> Vec<NamedShape> {
         let hidden = self.hidden_size;
-        let Heads { query, key_value, dim } = self.heads();
+        let Heads { query, key_value, dim } = self.heads_of(layer);
         let Parts { qkv_bias, output_bias, qk_norm, gated_attention, .. } = self.parts;
         let queries = if gated_attention { 2 * query } else { query };
         let attention = [
@@ -154,10 +170,14 @@ impl Config {
             ("self_attn.v_proj", key_value * dim, hidden, qkv_bias),
             ("self_attn.o_proj", hidden, query * dim, output_bias),
         ];
+        let is_there = |(name, ..): &&(&str, usize, usize, bool)| {
+            self.parts.has_values(layer) || *name != "self_attn.v_proj"
+        };
+        let attention: Vec<_> = attention.iter().filter(is_there).copied().collect();
         let mut tensors = linear_tensors(&attention, named);
         tensors.extend(self.parts.sinks.then(|| (named("self_attn", "sinks"), vec![query])));
         for (name, width) in
-            qk_norm.names().into_iter().zip(qk_norm.widths(self.heads()).into_iter().flatten())
+            qk_norm.names().into_iter().zip(qk_norm.widths(self.heads_of(layer)).into_iter().flatten())
         {
             tensors.push((named(&format!("self_attn.{name}"), "weight"), vec![width]));
         }
@@ -352,6 +372,13 @@ impl Config {
     pub fn name_in_memory(&self, name: &str) -> String {
         let rest = name.strip_prefix(self.parts.model_name).and_then(|rest| rest.strip_prefix('.'));
         let name = rest.map_or(name.to_owned(), |rest| format!("model.{rest}"));
+        let module = name.rsplit_once('.').map_or("", |(module, _)| module);
+        // Tensors of GGUF files have such a name already.
+        let is_own =
+            |(own, stored): &(&str, &str)| own.ends_with(stored) && module.ends_with(&format!(".{own}"));
+        if self.parts.names.iter().any(is_own) {
+            return name;
+        }
         self.renamed(&name, |(own, stored)| (stored, own))
     }
 
@@ -408,7 +435,8 @@ impl Config {
 
     /// Whether some layers have one feed-forward network for all tokens.
     pub fn has_dense_layers(&self) -> bool {
-        let is_dense = |layer| self.parts.has_feed_forward(layer) && self.parts.experts(layer).is_none();
+        let has_none = |layer| self.parts.experts(layer).is_none_or(|experts| experts.beside_dense);
+        let is_dense = |layer| self.parts.has_feed_forward(layer) && has_none(layer);
         (0..self.num_hidden_layers).any(is_dense)
     }
 

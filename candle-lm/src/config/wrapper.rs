@@ -13,11 +13,16 @@ struct Wrapper {
     families: &'static [&'static str],
 }
 
-const WRAPPERS: [Wrapper; 11] = [
+const WRAPPERS: [Wrapper; 12] = [
     Wrapper {
         model_type: "gemma3",
         architecture: "Gemma3ForConditionalGeneration",
         families: &["gemma3_text"],
+    },
+    Wrapper {
+        model_type: "gemma4",
+        architecture: "Gemma4ForConditionalGeneration",
+        families: &["gemma4_text"],
     },
     Wrapper {
         model_type: "mistral3",
@@ -64,9 +69,12 @@ const WRAPPERS: [Wrapper; 11] = [
 ];
 
 /// Words in the names of fields outside of `text_config` that say how images become tokens.
-const WORDS_OF_IMAGES: [&str; 13] = [
+const WORDS_OF_IMAGES: [&str; 16] = [
+    "audio",
+    "boa_",
     "boi_",
     "downsample",
+    "eoa_",
     "eoi_",
     "ignore_index",
     "image",
@@ -105,7 +113,15 @@ const OF_BOTH: [&str; 7] = [
 ];
 
 /// The parts of models that turn images into tokens, by the beginnings of their tensors' names.
-const PARTS_OF_IMAGES: [&str; 4] = ["vision_tower.", "multi_modal_projector.", "mm_projector.", "visual."];
+const PARTS_OF_IMAGES: [&str; 7] = [
+    "audio_tower.",
+    "embed_audio.",
+    "embed_vision.",
+    "vision_tower.",
+    "multi_modal_projector.",
+    "mm_projector.",
+    "visual.",
+];
 
 /// The fields of the language model of a config, and whether there is more than that.
 ///

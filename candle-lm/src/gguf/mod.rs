@@ -3,6 +3,7 @@
 mod delta_net;
 mod experts;
 pub(super) mod export;
+mod gemma4;
 mod latent;
 mod mamba;
 mod pre_tokenizer;
@@ -30,7 +31,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 44] = [
+const ARCHITECTURES: [(&str, &str, bool); 45] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -78,6 +79,7 @@ const ARCHITECTURES: [(&str, &str, bool); 44] = [
     ("qwen35", "qwen3_5_text", false),
     ("qwen35moe", "qwen3_5_moe_text", false),
     ("qwen3next", "qwen3_next", false),
+    (gemma4::KIND, "gemma4_text", false),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
@@ -249,7 +251,8 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         };
         let is_latent = latent::is_kind(kind) && latent::KEYS.contains(&own);
         let is_delta = delta_net::is_kind(kind) && delta_net::KEYS.contains(&own);
-        if is_latent || is_delta || rope::KEYS.contains(&own) || experts::KEYS.contains(&own) {
+        let is_gemma4 = kind == gemma4::KIND && gemma4::KEYS.contains(&own);
+        if is_latent || is_delta || is_gemma4 || rope::KEYS.contains(&own) || experts::KEYS.contains(&own) {
             continue;
         }
         let Some((_, name)) = FIELDS.iter().find(|(field, _)| *field == own) else {
@@ -309,6 +312,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     if delta_net::is_kind(kind) {
         delta_net::fields(kind, metadata, weights, &mut fields)?;
     }
+    if kind == gemma4::KIND {
+        gemma4::fields(metadata, weights, &mut fields)?;
+    }
     match latent::is_kind(kind) {
         true => latent::fields(kind, metadata, weights, &mut fields)?,
         false => experts::fields(kind, metadata, weights, &mut fields)?,
@@ -357,7 +363,8 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     {
         config.parts.rotary = vec![false; config.num_hidden_layers];
     }
-    let (dim, turned) = (config.heads().dim, config.rotary_width());
+    let dim = config.parts.full_heads.unwrap_or(config.heads()).dim;
+    let turned = config.rotary_width();
     let value = config.parts.latent().is_none().then_some(("attention.value_length", dim));
     let is_turned = (0..config.num_hidden_layers).any(|layer| config.parts.is_rotary(layer));
     let rotary = is_turned.then_some(("rope.dimension_count", turned));
@@ -441,7 +448,9 @@ pub(crate) fn renamed(name: &str, config: &Config, has_gates: bool) -> String {
     }
     let parts: Vec<&str> = name.split('.').collect();
     if let ["blk", layer, rest @ ..] = &parts[..]
-        && let Some(name) = delta_net::renamed(layer, rest, config).or_else(|| mamba::renamed(layer, rest))
+        && let Some(name) = delta_net::renamed(layer, rest, config)
+            .or_else(|| mamba::renamed(layer, rest))
+            .or_else(|| gemma4::renamed(layer, rest))
     {
         return name;
     }

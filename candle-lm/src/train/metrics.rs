@@ -30,13 +30,16 @@ pub fn flops_per_token(config: &Config, seq_len: usize) -> f64 {
     let tensors = config.tensors();
     let active = tensors.iter().filter(|(name, _)| computes(name));
     let parameters: usize = active.map(|(name, shape)| config.active(name, shape)).sum();
-    let heads = config.heads();
     // Queries meet keys, and weights meet values.
-    let widths = heads.dim + config.parts.latent().map_or(heads.dim, |widths| widths.value);
-    let seen = |layer| config.parts.window(layer).map_or(seq_len, |window| window.min(seq_len));
+    let widths = |layer| {
+        let heads = config.heads_of(layer);
+        heads.query * (heads.dim + config.parts.latent().map_or(heads.dim, |widths| widths.value))
+    };
+    let seen = |layer| {
+        widths(layer) as f64 * config.parts.window(layer).map_or(seq_len, |window| window.min(seq_len)) as f64
+    };
     let attention = (0..config.num_hidden_layers).filter(|&layer| config.parts.mixer(layer).is_attention());
-    let seen: usize = attention.map(seen).sum();
-    6.0 * parameters as f64 + 6.0 * (heads.query * widths) as f64 * seen as f64
+    6.0 * parameters as f64 + 6.0 * attention.map(seen).sum::<f64>()
 }
 
 /// Steps of an optimizer whose size is measured.

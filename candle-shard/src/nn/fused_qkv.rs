@@ -95,7 +95,8 @@ impl Heads {
 pub struct FusedQkv {
     heads: Heads,
     width: Width,
-    projections: [QkvProjection; 3],
+    /// Of queries, of keys, and of values, unless these are the keys.
+    projections: SmallVec<[QkvProjection; 3]>,
     /// The number of ranks over which groups of queries are cut, if they are.
     shared_by: Option<usize>,
     style: ModuleStyle,
@@ -125,7 +126,8 @@ impl FusedQkv {
     }
 
     /// Like [`new`](Self::new), with the parameters of three layers of these names: `q_proj.weight` and so on, as in
-    /// Llama's files. Ranks have multiples of `granule` columns of queries, if whole heads end there.
+    /// Llama's files. Ranks have multiples of `granule` columns of queries, if whole heads end there. Where keys and values have one name,
+    /// they have one layer, and values are what keys are.
     ///
     /// # Errors
     /// Those of [`new`](Self::new).
@@ -185,11 +187,11 @@ impl FusedQkv {
             };
             Ok::<_, Error>(QkvProjection { weight, bias: bias.transpose()?, adapters })
         };
-        let projections = [
-            projection(0, 0, width)?,
-            projection(1, width.size(), keys)?,
-            projection(2, width.size() + keys.size(), keys)?,
-        ];
+        let mut projections: SmallVec<[QkvProjection; 3]> =
+            smallvec![projection(0, 0, width)?, projection(1, width.size(), keys)?];
+        if names.is_none_or(|[_, key, value]| key != value) {
+            projections.push(projection(2, width.size() + keys.size(), keys)?);
+        }
         Ok(Self { heads, width, projections, shared_by: shared.then_some(ranks), style })
     }
 
@@ -205,7 +207,6 @@ impl FusedQkv {
                     .error(format_args!("gets {}; expected [batch, sequence, width]", x.spec())));
             }
             let [x] = self.style.inputs([x])?;
-            let [q, k, v] = &self.projections;
             let shared = |p: &QkvProjection| match self.shared_by {
                 Some(ranks) => self.project_shared(&x, p, ranks),
                 None => p.project(&x),
@@ -214,7 +215,12 @@ impl FusedQkv {
                 let [y] = self.style.outputs([&y])?;
                 y.split_units(2, self.heads.dim)?.transpose(1, 2)
             };
-            Ok([heads(q.project(&x)?)?, heads(shared(k)?)?, heads(shared(v)?)?])
+            let [q, k, others @ ..] = &self.projections[..] else {
+                return Err(self.style.error("has no projections of queries and keys"));
+            };
+            let (q, k) = (heads(q.project(&x)?)?, heads(shared(k)?)?);
+            let v = others.first().map_or(Ok(k.clone()), |v| heads(shared(v)?))?;
+            Ok([q, k, v])
         })
     }
 
@@ -225,7 +231,8 @@ impl FusedQkv {
 
     /// Returns the weights `[q | k | v]` in one tensor, as in files of other programs.
     pub fn fused_weight(&self) -> Result<DTensor> {
-        DTensor::cat(&self.projections.each_ref().map(|p| &p.weight), 0)
+        let weights: SmallVec<[&DTensor; 3]> = self.projections.iter().map(|p| &p.weight).collect();
+        DTensor::cat(&weights, 0)
     }
 
     /// Returns the biases `[q | k | v]` in one tensor, if there are biases.

@@ -379,3 +379,56 @@ fn outputs_are_gathered_where_the_plan_asks_for_it() {
         });
     }
 }
+
+#[test]
+fn values_of_keys_equal_those_of_weights_that_are_the_same() {
+    for world in 1..=3 {
+        on_ranks(world, "values of keys", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("tp", world)])?;
+            // Of the last ones ranks share a key head.
+            for h in [(6, 3), (4, 2), (3, 1)].map(heads) {
+                let run = |value: &'static str| {
+                    let plan = Plan::new("tp").with("qkv", ColwiseParallel::default());
+                    let vb = MeshVarBuilder::fresh(SEED, &mesh, plan, DType::F64, &device())?;
+                    let names = ["q_proj", "k_proj", value];
+                    let qkv = FusedQkv::with_names(WIDTH, h, 1, true, names, &vb.pp("qkv"))?;
+                    let parameters = vb.finish()?;
+                    for parameter in parameters.iter().filter(|p| p.name.contains("v_proj")) {
+                        let name = parameter.name.replace("v_proj", "k_proj");
+                        let key = parameters.iter().find(|p| p.name == name).unwrap();
+                        parameter.var.set(&key.var.as_detached_tensor().copy()?)?;
+                    }
+                    let x = DTensor::from_local(
+                        input().to_device(&device())?,
+                        &mesh,
+                        &[Replicate],
+                        (3, 4, WIDTH),
+                    )?;
+                    let [q, k, v] = qkv.forward(&x)?;
+                    let mixed = q.scaled_dot_product_attention(&k, &v, AttentionMask::Causal, None)?;
+                    let grads = parameters.backward(&mixed.sqr()?.sum_all()?)?;
+                    let grad = |p: &candle_shard::nn::Parameter| {
+                        Ok((p.name.clone(), p.grad(&grads)?.unwrap().full_tensor()?))
+                    };
+                    let grads = parameters.iter().map(grad).collect::<Result<HashMap<_, _>>>()?;
+                    Ok::<_, candle_shard::Error>((
+                        mixed.full_tensor()?,
+                        grads,
+                        qkv.fused_weight()?.dims().to_vec(),
+                    ))
+                };
+                let ((one, of_one, weight), (three, mut of_three, _)) = (run("k_proj")?, run("v_proj")?);
+                assert_eq!(weight, [(h.query + h.key_value) * h.dim, WIDTH]);
+                close(&one, &three, "output")?;
+                assert_eq!((of_one.len(), of_three.len()), (4, 6));
+                for (name, got) in of_one {
+                    let want = of_three.remove(&name).unwrap();
+                    let of_values = of_three.remove(&name.replace("k_proj", "v_proj"));
+                    let want = of_values.map_or(Ok(want.clone()), |more| want + more)?;
+                    close(&got, &want, &name)?;
+                }
+            }
+            Ok(())
+        });
+    }
+}

@@ -206,6 +206,8 @@ pub(super) fn nemotron_h(mut fields: Map<String, Value>) -> Result<Map<String, V
             ("layers_block_type", "layer_types"),
             ("mamba_conv_bias", "use_conv_bias"),
             ("mamba_d_conv", "conv_kernel"),
+            ("mamba_dt_limit", "time_step_limit"),
+            ("mamba_expand", "expand"),
             ("mamba_n_groups", "n_groups"),
         ],
     );

@@ -3,6 +3,7 @@
 mod cohere;
 mod deepseek;
 mod gemma;
+mod gemma4;
 mod glm;
 mod granite;
 mod lfm2;
@@ -67,8 +68,9 @@ impl Family {
         match self.model_type {
             // transformers has no other ones for it.
             "phi3" => ["default", "longrope", "su"].contains(&kind),
-            "hunyuan_v1_dense" => kind != "su",
-            _ => !["su", rope::BASE_STRETCH].contains(&kind),
+            "hunyuan_v1_dense" => !["su", rope::PROPORTIONAL].contains(&kind),
+            "gemma4_text" => ["default", rope::PROPORTIONAL].contains(&kind),
+            _ => !["su", rope::BASE_STRETCH, rope::PROPORTIONAL].contains(&kind),
         }
     }
 
@@ -83,7 +85,7 @@ impl Family {
 
     /// Returns whether layers with a window have rotary positions of their own.
     pub(in crate::config) fn has_local_rope(&self) -> bool {
-        ["gemma3_text", "olmo3"].contains(&self.model_type)
+        ["gemma3_text", "gemma4_text", "olmo3"].contains(&self.model_type)
     }
 }
 
@@ -97,6 +99,7 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
         &mamba::FAMILIES,
         &qwen::FAMILIES,
         &gemma::FAMILIES,
+        &gemma4::FAMILIES,
         &olmo::FAMILIES,
         &glm::FAMILIES,
         &granite::FAMILIES,
@@ -117,6 +120,7 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
 /// If a field says something that is not known.
 pub(in crate::config) fn plain(fields: Map<String, Value>) -> Result<Map<String, Value>> {
     match fields.get("model_type").and_then(Value::as_str) {
+        Some("gemma4_text") => gemma4::plain(fields),
         Some("gpt_oss") => Ok(openai::plain(fields)),
         Some("granitemoehybrid") => Ok(granite::plain(fields)),
         Some("lfm2" | "lfm2_moe") => lfm2::plain(fields),

@@ -96,7 +96,8 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     let found = ARCHITECTURES.iter().find(|(_, name, _)| *name == family);
     let has_states =
         parts.mixers.iter().any(|mixer| matches!(mixer, MixerKind::Mamba(_) | MixerKind::DeltaNet(_)));
-    let found = found.filter(|_| parts.latent().is_none() && !parts.sinks && !has_states);
+    let is_plain = parts.latent().is_none() && !parts.sinks && !has_states && !parts.layer_scalar;
+    let found = found.filter(|_| is_plain);
     let &(kind, _, is_permuted) =
         found.with_context(|| format!("models of the family {family} are not written as GGUF"))?;
     // What llama.cpp computes whatever a file says, and the tensors that it has no place for.

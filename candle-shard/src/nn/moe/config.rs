@@ -30,6 +30,8 @@ pub enum ExpertGate {
         /// The limit.
         limit: f64,
     },
+    /// `gelu(g) · u`, where `gelu` is approximated by the hyperbolic tangent, as in Gemma 4.
+    Gelu,
 }
 
 /// A choice in two steps: first groups of experts, by the sum of their best scores, then experts in these groups.
@@ -79,6 +81,8 @@ pub struct MoEConfig {
     pub bias: bool,
     /// Whether logits have a bias, which is learned.
     pub logit_bias: bool,
+    /// Whether each expert has a factor of its weights, which is learned (`per_expert_scale`).
+    pub expert_scale: bool,
     /// Whether the three products of an expert have biases. They are a part of its result, which the weights of choices multiply.
     pub expert_bias: bool,
     /// The activation of experts. Those that all tokens use have [`ExpertGate::Silu`].
@@ -121,6 +125,7 @@ impl MoEConfig {
             groups: None,
             bias: false,
             logit_bias: false,
+            expert_scale: false,
             expert_bias: false,
             expert_gate: ExpertGate::Silu,
             shared_hidden: 0,
@@ -167,6 +172,11 @@ impl MoEConfig {
     /// Sets whether logits have a bias.
     pub fn logit_bias(self, logit_bias: bool) -> Self {
         Self { logit_bias, ..self }
+    }
+
+    /// Sets whether each expert has a factor of its weights.
+    pub fn expert_scale(self, expert_scale: bool) -> Self {
+        Self { expert_scale, ..self }
     }
 
     /// Sets whether the products of an expert have biases.

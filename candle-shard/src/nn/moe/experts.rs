@@ -3,7 +3,7 @@ use super::NO_EXPERT;
 use super::config::{ExpertGate, MoEAxes, MoEConfig};
 use super::dispatch::{ExpertRows, bags};
 use super::quantized::{NAMES, QuantizedExperts};
-use crate::kernels::{self, BagMode};
+use crate::kernels::{self, BagMode, Function};
 use crate::nn::linear::init;
 use crate::nn::lora::AdapterScope;
 use crate::nn::place::AxisCut;
@@ -129,6 +129,7 @@ impl ExpertWeights {
             let (gate, up) = (with(gate, 0)?, with(up, 1)?);
             Ok::<_, Error>(match self.gate {
                 ExpertGate::Silu => kernels::silu_gate(&gate, &up)?,
+                ExpertGate::Gelu => gelu_gate(&gate, &up)?,
                 ExpertGate::Clamped { alpha, limit } => kernels::clamped_gate(&gate, &up, alpha, limit)?,
             })
         };
@@ -178,6 +179,14 @@ impl ExpertWeights {
             },
         )
     }
+}
+
+/// `gelu(gate) · up`. Of two tensors without elements candle forgets one.
+fn gelu_gate(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    if gate.elem_count() == 0 {
+        return Ok(empty::zeros_of(&[gate, up], gate.shape(), gate.dtype())?);
+    }
+    Ok(Function::Gelu.apply(gate)?.mul(up)?)
 }
 
 /// The sum of two tensors of a shape, of which candle forgets one where they have no elements.

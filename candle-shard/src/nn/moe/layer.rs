@@ -134,15 +134,31 @@ impl MoE {
     /// scores of a token are not numbers. The latter error names the token.
     #[track_caller]
     pub fn forward(&self, x: &DTensor, mode: Mode) -> Result<MoEOutput> {
+        self.forward_by(x, x, mode)
+    }
+
+    /// Like [`forward`](Self::forward), with experts that are chosen by the tokens `by`, of the same shape and layout, and compute from `x`.
+    ///
+    /// # Errors
+    /// Those of [`forward`](Self::forward), of both.
+    #[track_caller]
+    pub fn forward_by(&self, x: &DTensor, by: &DTensor, mode: Mode) -> Result<MoEOutput> {
         self.style.layer(|| {
             self.check(x)?;
+            self.check(by)?;
+            if x.spec() != by.spec() {
+                return Error::op(
+                    OP,
+                    format!("an input {} that is routed by {}; expected one layout", x.spec(), by.spec()),
+                );
+            }
             let (config, top_k, last) = (&self.config, self.config.top_k, x.rank() - 1);
             let place = |axis: usize, at: Placement| match at {
                 Shard(dim) if dim < last && self.axes.tensor != Some(axis) => at,
                 _ => Replicate,
             };
             let laid = inherent(|| x.placed(place))?;
-            let routed = self.router.route(config, &laid)?;
+            let routed = self.router.route(config, &inherent(|| by.placed(place))?)?;
             let ranks = TokenRanks::of(laid.spec(), &self.router.weight)?;
             let mut kept = routed.chosen.clone();
             if let Some(factor) = config.capacity_factor {

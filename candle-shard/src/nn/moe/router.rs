@@ -2,7 +2,7 @@
 use super::config::{ExpertGroups, MoEConfig, Scores};
 use crate::layout::{Replicate, Shard, axes_of};
 use crate::nn::linear::init;
-use crate::nn::{MeshVarBuilder, Width};
+use crate::nn::{Init, MeshVarBuilder, Width};
 use crate::{DTensor, Result, Spec};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::empty;
@@ -14,6 +14,8 @@ pub(super) struct Router {
     pub(super) weight: DTensor,
     /// `[experts]`, added to the logits.
     logit_bias: Option<DTensor>,
+    /// `[experts]`, factors of the weights of choices.
+    expert_scale: Option<DTensor>,
     /// `[experts]`, added to the scores for the choice alone.
     pub(super) bias: Option<DTensor>,
 }
@@ -41,8 +43,13 @@ impl Router {
             vb.part(&dims, "logit_bias".into(), init(config.width), Replicate, false)
         };
         let logit_bias = config.logit_bias.then(logit_bias).transpose()?;
+        let expert_scale = || {
+            let dims = [Width::from(config.experts)];
+            vb.part(&dims, "per_expert_scale".into(), Init::Const(1.0), Replicate, false)
+        };
+        let expert_scale = config.expert_scale.then(expert_scale).transpose()?;
         let bias = config.bias.then(|| vb.wide_buffer(config.experts, "bias", 0.0)).transpose()?;
-        Ok(Self { weight, logit_bias, bias })
+        Ok(Self { weight, logit_bias, expert_scale, bias })
     }
 
     /// Chooses experts for each token. Scores are computed in f32 at least.
@@ -63,6 +70,10 @@ impl Router {
         }
         if config.scale != 1.0 {
             weights = weights.affine(config.scale, 0.0)?;
+        }
+        if let Some(factors) = &self.expert_scale {
+            let factors = scores.ones_like()?.mul(&factors.to_dtype(dtype)?)?;
+            weights = weights.mul(&factors.gather(&indexes, last)?)?;
         }
         Ok(RouterOutput { logits, scores, weights, chosen, invalid })
     }

@@ -22,7 +22,8 @@ use smallvec::{SmallVec, smallvec};
 pub struct QuantizedQkv {
     heads: Heads,
     width: Width,
-    projections: [QuantizedProjection; 3],
+    /// Of queries, of keys, and of values, unless these are the keys.
+    projections: SmallVec<[QuantizedProjection; 3]>,
     style: ModuleStyle,
 }
 
@@ -58,7 +59,8 @@ impl QuantizedQkv {
     /// Builds a layer at the builder's path from the layers `names`, which are query, key and value.
     ///
     /// `granule` is the number of columns between which the output projection may be cut: its
-    /// [block](MeshVarBuilder::quantized_block), or 1. If no whole heads end there, it is ignored.
+    /// [block](MeshVarBuilder::quantized_block), or 1. If no whole heads end there, it is ignored. Where keys and values have one
+    /// name, they have one layer, and values are what keys are.
     ///
     /// # Errors
     /// Those of [`FusedQkv::new`](crate::nn::FusedQkv::new) and of a [`QuantizedLinear`](super::QuantizedLinear).
@@ -116,12 +118,12 @@ impl QuantizedQkv {
             })
         };
         let key = |name: &str| if is_shared { shared(name) } else { whole(name, keys) };
-        Ok(Self {
-            heads,
-            width,
-            projections: [whole(names[0], width)?, key(names[1])?, key(names[2])?],
-            style,
-        })
+        let mut projections: SmallVec<[QuantizedProjection; 3]> =
+            smallvec![whole(names[0], width)?, key(names[1])?];
+        if names[1] != names[2] {
+            projections.push(key(names[2])?);
+        }
+        Ok(Self { heads, width, projections, style })
     }
 
     /// Returns query `[batch, heads, sequence, dim]`, key and value of `x` `[batch, sequence, in_dim]`.
@@ -138,22 +140,32 @@ impl QuantizedQkv {
                     .style
                     .error(format_args!("gets {}; want [batch, sequence, width]", x.spec())));
             }
-            self.projections[0].weight.check_mesh("quantized_qkv", x)?;
+            let [q, k, others @ ..] = &self.projections[..] else {
+                return Err(self.style.error("has no projections of queries and keys"));
+            };
+            q.weight.check_mesh("quantized_qkv", x)?;
             let [x] = self.style.inputs([x])?;
             let heads = |y: DTensor| {
                 let [y] = self.style.outputs([&y])?;
                 y.split_units(2, self.heads.dim)?.transpose(1, 2)
             };
-            let [q, k, v] = &self.projections;
             let shared = |p: &QuantizedProjection| {
                 p.shared.as_ref().map(|shared| self.project_shared(&x, p, shared)).transpose()
             };
-            let [q, k, v] = match (shared(k)?, shared(v)?) {
-                (Some(k), Some(v)) => [q.finished(&q.weight.product(&x)?, &x)?, k, v],
-                _ => {
+            let [q, k, v] = match (shared(k)?, others.first()) {
+                (Some(k), v) => {
+                    let v = v.map(shared).transpose()?.flatten().unwrap_or_else(|| k.clone());
+                    [q.finished(&q.weight.product(&x)?, &x)?, k, v]
+                }
+                (None, Some(v)) => {
                     let [of_q, of_k, of_v] =
                         QuantizedWeight::products([&q.weight, &k.weight, &v.weight], &x)?;
                     [q.finished(&of_q, &x)?, k.finished(&of_k, &x)?, v.finished(&of_v, &x)?]
+                }
+                (None, None) => {
+                    let [of_q, of_k] = QuantizedWeight::products([&q.weight, &k.weight], &x)?;
+                    let k = k.finished(&of_k, &x)?;
+                    [q.finished(&of_q, &x)?, k.clone(), k]
                 }
             };
             Ok([heads(q)?, heads(k)?, heads(v)?])

@@ -1,5 +1,6 @@
 mod balance;
 mod checkpoints;
+mod chosen_by;
 mod counts;
 mod errors;
 mod harness;

@@ -516,6 +516,18 @@ fn configs_of_older_transformers_say_the_same_of_newer_families() {
     // Beside the list its text says nothing.
     let text = json!({"sliding_window_pattern": "LLLG"});
     assert_eq!(windows(&with(&of_family("exaone4"), &text)), [window, full]);
+    // What NVIDIA's hybrids call the same.
+    let newer = of_family("nemotron h");
+    let mut older = newer.clone();
+    let fields = older.as_object_mut().unwrap();
+    for (was, is) in [("time_step_limit", "mamba_dt_limit"), ("expand", "mamba_expand")] {
+        let value = fields.remove(was).unwrap();
+        fields.insert(is.into(), value);
+    }
+    assert_eq!(parsed(&older.to_string()), parsed(&newer.to_string()));
+    older["mamba_dt_limit"][0] = json!(0.1);
+    let said = refused(&older.to_string());
+    assert!(said.contains("time_step_limit is"), "{said}");
 }
 
 #[test]
@@ -577,6 +589,22 @@ fn what_newer_families_do_not_compute_is_refused_by_name() {
         ("minimax m2", json!({"layernorm_mlp_beta": 3.5}), "layernorm_mlp_beta is 3.5"),
         ("qwen3 moe", json!({"qkv_bias": true}), "qkv_bias is true"),
         ("qwen3.5", json!({"output_gate_type": "sigmoid"}), "output_gate_type is \"sigmoid\""),
+        ("gemma4", json!({"num_kv_shared_layers": 2}), "num_kv_shared_layers is 2"),
+        ("gemma4", json!({"hidden_size_per_layer_input": 8}), "hidden_size_per_layer_input is 8"),
+        ("gemma4", json!({"use_bidirectional_attention": "all"}), "use_bidirectional_attention is \"all\""),
+        ("gemma4", json!({"per_layer_config": {"0": {"head_dim": 8}}}), "per_layer_config is"),
+        (
+            "gemma4",
+            json!({"per_layer_config": {"1": {"head_dim": 8}, "3": {"head_dim": 16}}}),
+            "per_layer_config is",
+        ),
+        (
+            "gemma4",
+            json!({"per_layer_config": {"1": {"sliding_window": 8}, "3": {"sliding_window": 8}}}),
+            "per_layer_config is",
+        ),
+        ("gemma4", json!({"global_head_dim": 32}), "global_head_dim is 32, and per_layer_config says 24"),
+        ("gemma4 mixture", json!({"num_experts": null}), "there is no num_experts"),
         ("starcoder2", json!({"norm_type": "rms"}), "norm_type is \"rms\""),
     ];
     for (case, change, want) in cases {

@@ -4,9 +4,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_lm::config::Config;
 use candle_lm::files::Files;
+use candle_lm::memory::cache_bytes;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -190,4 +191,52 @@ fn fields_that_gemma_3_leaves_out_are_those_of_transformers() {
     );
     assert!(with("text_config", json!(3)).contains("text_config is 3"));
     assert!(with("bidirectional_layers", json!(2)).contains("bidirectional_layers"));
+}
+
+#[test]
+fn configs_of_gemma_4_are_understood() {
+    let text = json!({
+        "attention_bias": false, "attention_k_eq_v": true, "enable_moe_block": false, "expert_intermediate_size": null,
+        "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 5376, "hidden_size_per_layer_input": 0, "intermediate_size": 21504, "max_position_embeddings": 262_144,
+        "model_type": "gemma4_text", "num_attention_heads": 32, "num_global_key_value_heads": 4, "num_hidden_layers": 60,
+        "num_key_value_heads": 16, "num_kv_shared_layers": 0, "rms_norm_eps": 1e-6, "sliding_window": 1024,
+        "use_bidirectional_attention": "vision", "use_double_wide_mlp": false, "vocab_size": 262_144,
+        "vocab_size_per_layer_input": 262_144,
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+        },
+    });
+    let whole = json!({
+        "architectures": ["Gemma4ForConditionalGeneration"], "audio_config": null, "audio_token_id": 258_881,
+        "boa_token_id": 256_000, "boi_token_id": 255_999, "eoa_token_index": 258_883, "eoi_token_id": 258_882,
+        "eos_token_id": [1, 106], "image_token_id": 258_880, "model_type": "gemma4", "text_config": text,
+        "tie_word_embeddings": true, "video_token_id": 258_884, "vision_config": {"model_type": "gemma4_vision"},
+        "vision_soft_tokens_per_image": 280,
+    });
+    let config = Config::parse(&whole.to_string()).unwrap();
+    let of = |layer: usize| {
+        let heads = config.heads_of(layer);
+        (heads.query, heads.key_value, heads.dim, config.parts.window(layer), config.parts.has_values(layer))
+    };
+    // Every sixth layer has no window, nor values of its own.
+    assert_eq!((of(4), of(5)), ((32, 16, 256, Some(1024), true), (32, 4, 512, None, false)));
+    assert_eq!(
+        (config.family, config.ends(), config.parts.logits_cap, config.has_images),
+        ("gemma4_text", &[1, 106][..], Some(30.0), true)
+    );
+    let bytes = |room| cache_bytes(&config, DType::BF16, [1, room], [1, 1]);
+    assert_eq!(bytes(1000), (10 * 8 + 50 * 16) * 1024 * 1000);
+    assert_eq!(bytes(4096), 10 * 8 * 1024 * 4096 + 50 * 16 * 1024 * 1024);
+    let with = |name: &str, value: Value| {
+        let mut whole = whole.clone();
+        whole["text_config"][name] = value;
+        format!("{:#}", Config::parse(&whole.to_string()).unwrap_err())
+    };
+    // That of the smaller models, with keys of other layers.
+    assert!(with("hidden_size_per_layer_input", json!(256)).contains("embeddings of each layer"));
+    assert!(with("hidden_size_per_layer_input", Value::Null).contains("hidden_size_per_layer_input is 256"));
+    assert!(with("num_kv_shared_layers", json!(18)).contains("num_kv_shared_layers is 18"));
+    assert!(with("num_global_key_value_heads", json!(5)).contains("num_global_key_value_heads 5"));
 }
