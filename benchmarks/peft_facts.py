@@ -226,7 +226,9 @@ PLUS = [
 
 def plus(folder):
     """Writes the facts on LoRA+."""
-    after = {case: after_plus(name, fields, options) for case, name, fields, options in PLUS}
+    files = [json.loads((folder / f"{name}.json").read_text()) for name in ("adapters", "adapter_variants")]
+    known = {model["case"] for file in files for model in file["models"]}
+    after = {case: after_plus(name, fields, options) for case, name, fields, options in PLUS if case in known}
     path = folder / "lora_plus.json"
     path.write_text(json.dumps(dict(peft=peft.__version__, ratio=RATIO, after=after), indent=1) + "\n")
 

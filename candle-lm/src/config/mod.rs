@@ -237,11 +237,6 @@ impl Config {
 
     pub(super) fn check(&self) -> Result<()> {
         let Heads { query, key_value, dim } = self.heads();
-        let others = self.parts.full_heads.map_or(key_value, |heads| heads.key_value);
-        ensure!(
-            query.is_multiple_of(others),
-            "num_global_key_value_heads {others} does not divide num_attention_heads {query}"
-        );
         ensure!(
             self.head_dim.is_some() || self.hidden_size.is_multiple_of(query),
             "num_attention_heads {query} does not divide hidden_size {}",
@@ -250,6 +245,11 @@ impl Config {
         ensure!(
             query.is_multiple_of(key_value),
             "num_key_value_heads {key_value} does not divide num_attention_heads {query}"
+        );
+        let others = self.parts.full_heads.map_or(key_value, |heads| heads.key_value);
+        ensure!(
+            query.is_multiple_of(others),
+            "num_global_key_value_heads {others} does not divide num_attention_heads {query}"
         );
         ensure!(
             self.parts.latent().is_none() || query == key_value,
