@@ -164,9 +164,16 @@ impl Model {
         // Other seeds have the models that they had when faults were found by them.
         if [0, 3, 5, 6].contains(&(seed % 10)) {
             let mut dice = Dice::new(seed + 7_000_000);
-            // Adapters of experts refuse magnitudes, biases and dropout; candle-lm's random trainings draw them.
-            let takes = |block: &Block| !block.frozen && !matches!(block.layer, Layer::Experts { .. });
-            blocks.iter_mut().for_each(|block| block.adapter = adapter(&mut dice).filter(|_| takes(block)));
+            for block in blocks.iter_mut() {
+                let drawn = adapter(&mut dice).filter(|_| !block.frozen);
+                // Beside experts there are no magnitudes, no biases and no dropout.
+                block.adapter = match block.layer {
+                    Layer::Experts { .. } => {
+                        drawn.map(|options| options.dora(false).bias(false).dropout(0.0))
+                    }
+                    _ => drawn,
+                };
+            }
         }
         let losses = [Loss::CrossEntropy, Loss::MeanSquare, Loss::Counted];
         let model = Self {
