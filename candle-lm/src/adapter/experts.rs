@@ -1,4 +1,4 @@
-//! Factors beside the weights of experts, which PEFT has for a parameter with those of all experts.
+//! Low-rank factors of experts. PEFT adapts the parameter that holds the matrices of all experts of a layer.
 
 use std::collections::HashMap;
 

@@ -25,8 +25,8 @@ pub struct Experts {
     pub has_bias: bool,
     /// Whether a bias is added to the logits.
     pub logit_bias: bool,
-    /// Whether they are beside the network of a layer without experts, as in Gemma 4: with norms of their own, a scale of what they are
-    /// chosen by, and a factor of each.
+    /// Whether a layer adds them to a dense network, as Gemma 4 does. They have norms of their own then, the router scales its input, and
+    /// each expert has a factor.
     pub beside_dense: bool,
     /// Whether the layers of an expert have biases.
     pub biases: bool,

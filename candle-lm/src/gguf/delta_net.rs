@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use candle_shard::Weights;
 use serde_json::{Map, Value, json};
 
 use super::experts::{drafts, normalizes};
-use super::{Metadata, plain};
+use super::{Metadata, number, plain, state_widths};
 use crate::config::mixers::{DeltaHeads, MixerKind};
 use crate::config::{Config, MOST_LAYERS};
 
@@ -74,17 +74,9 @@ pub(super) fn fields(
     fields: &mut Map<String, Value>,
 ) -> Result<()> {
     let own = |key: &str| metadata.get(&format!("{kind}.{key}")).and_then(plain);
-    let number = |fields: &Map<String, Value>, name: &str| fields.get(name).and_then(Value::as_u64);
-    let size = |fields: &Map<String, Value>, name: &str| {
-        number(fields, name).with_context(|| format!("there is no number for {name} of {kind}"))
-    };
-    let (inner, heads) = (size(fields, "ssm_inner_size")?, size(fields, "mamba_num_heads")?);
-    ensure!(
-        heads > 0 && inner.is_multiple_of(heads),
-        "{kind}.ssm.time_step_rank {heads} does not divide {kind}.ssm.inner_size {inner}"
-    );
-    fields.remove("ssm_inner_size");
-    fields.insert("linear_value_head_dim".into(), json!(inner / heads));
+    let size = |fields: &Map<String, Value>, name: &str| number(kind, fields, name);
+    let [_, width] = state_widths(kind, fields)?;
+    fields.insert("linear_value_head_dim".into(), json!(width));
     for (was, is) in NAMES {
         // A file without experts may say that there are none.
         if let Some(value) = fields.remove(was).filter(|value| *value != json!(0)) {

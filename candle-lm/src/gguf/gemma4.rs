@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use candle_shard::Weights;
 use serde_json::{Map, Value, json};
 
-use super::{Metadata, whole};
+use super::{KEY_HEADS, Metadata, one_of, whole};
 use crate::config::tensors::{BESIDE_DENSE, LAYER_SCALAR, ROUTER};
 
 /// The architecture.
@@ -64,13 +64,9 @@ pub(super) fn fields(metadata: &Metadata, weights: &Weights, fields: &mut Map<St
     let types = types.with_context(|| format!("there is no list {KIND}.attention.sliding_window_pattern"))?;
     // Numbers of each layer: one of layers with a window, and one of others.
     let of_kind = |list: &[Value], kind: &str, what: &str| {
-        let mut values = list.iter().zip(&types).filter(|(_, of)| *of == kind).map(|(value, _)| value);
-        let first = values.next().cloned();
-        ensure!(
-            list.len() == types.len() && values.all(|other| Some(other) == first.as_ref()),
-            "{KIND}: layers have unlike {what}, which is not supported"
-        );
-        Ok(first)
+        let values = list.iter().zip(&types).filter(|(_, of)| *of == kind).map(|(value, _)| value);
+        ensure!(list.len() == types.len(), "{KIND}: layers have unlike {what}, which is not supported");
+        one_of(KIND, what, values)
     };
     let first_full = types.iter().position(|kind| kind == "full_attention");
     let has_values =
@@ -78,7 +74,7 @@ pub(super) fn fields(metadata: &Metadata, weights: &Weights, fields: &mut Map<St
     fields.insert("attention_k_eq_v".into(), json!(!has_values));
     if let Some(Value::Array(list)) = fields.get("num_key_value_heads").cloned() {
         let [of_windows, of_others] =
-            ["sliding_attention", "full_attention"].map(|kind| of_kind(&list, kind, "numbers of key heads"));
+            ["sliding_attention", "full_attention"].map(|kind| of_kind(&list, kind, KEY_HEADS));
         let (of_windows, of_others) = (of_windows?, of_others?);
         let one = of_windows.or_else(|| of_others.clone());
         ensure!(
@@ -89,12 +85,8 @@ pub(super) fn fields(metadata: &Metadata, weights: &Weights, fields: &mut Map<St
         fields.extend(of_others.map(|count| ("num_global_key_value_heads".into(), count)));
     }
     if let Some(Value::Array(list)) = fields.get("intermediate_size").cloned() {
-        let first = list.first().cloned().unwrap_or_default();
-        ensure!(
-            list.iter().all(|width| *width == first),
-            "{KIND}: layers have unlike widths of feed-forward networks, which is not supported"
-        );
-        fields.insert("intermediate_size".into(), first);
+        let width = one_of(KIND, "widths of feed-forward networks", list.iter())?;
+        fields.insert("intermediate_size".into(), width.unwrap_or_default());
     }
     if let Some(count) = fields.remove("num_local_experts").filter(|count| *count != json!(0)) {
         fields.insert("num_experts".into(), count);

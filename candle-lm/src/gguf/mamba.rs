@@ -1,10 +1,10 @@
 //! What GGUF files say of layers of Mamba 2.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use candle_shard::Weights;
 use serde_json::{Map, Value, json};
 
-use super::{KEY_HEADS, Metadata, one_of, plain};
+use super::{KEY_HEADS, Metadata, number, one_of, plain, state_widths};
 use crate::config::MOST_LAYERS;
 
 /// The architectures that have such layers.
@@ -55,19 +55,9 @@ pub(super) fn fields(
     fields: &mut Map<String, Value>,
 ) -> Result<()> {
     let has = |name: &str| weights.contains_tensor(name);
-    let number = |fields: &Map<String, Value>, name: &str| {
-        fields
-            .get(name)
-            .and_then(Value::as_u64)
-            .with_context(|| format!("there is no number for {name} of {kind}"))
-    };
-    let (inner, heads) = (number(fields, "ssm_inner_size")?, number(fields, "mamba_num_heads")?);
-    ensure!(
-        heads > 0 && inner.is_multiple_of(heads),
-        "{kind}.ssm.time_step_rank {heads} does not divide {kind}.ssm.inner_size {inner}"
-    );
-    fields.remove("ssm_inner_size");
-    fields.insert("mamba_head_dim".into(), json!(inner / heads));
+    let number = |fields: &Map<String, Value>, name: &str| number(kind, fields, name);
+    let [inner, width] = state_widths(kind, fields)?;
+    fields.insert("mamba_head_dim".into(), json!(width));
     let hidden = number(fields, "hidden_size")?.max(1);
     let layers = number(fields, "num_hidden_layers")?.min(MOST_LAYERS as u64) as usize;
     let of_layers = |name: &str| (0..layers).any(|layer| has(&format!("blk.{layer}.{name}")));

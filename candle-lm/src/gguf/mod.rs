@@ -406,6 +406,30 @@ fn granite(kind: &str, fields: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
+/// A whole number of the fields of a kind of model.
+///
+/// # Errors
+/// If there is none.
+fn number(kind: &str, fields: &Map<String, Value>, name: &str) -> Result<u64> {
+    let number = fields.get(name).and_then(Value::as_u64);
+    number.with_context(|| format!("there is no number for {name} of {kind}"))
+}
+
+/// The width of all heads of layers with states, which no `config.json` has, and that of one.
+///
+/// # Errors
+/// If a number is missing, or the heads do not share the width.
+fn state_widths(kind: &str, fields: &mut Map<String, Value>) -> Result<[u64; 2]> {
+    let [inner, heads] = ["ssm_inner_size", "mamba_num_heads"].map(|name| number(kind, fields, name));
+    let (inner, heads) = (inner?, heads?);
+    ensure!(
+        heads > 0 && inner.is_multiple_of(heads),
+        "{kind}.ssm.time_step_rank {heads} does not divide {kind}.ssm.inner_size {inner}"
+    );
+    fields.remove("ssm_inner_size");
+    Ok([inner, inner / heads])
+}
+
 /// What errors call the numbers of key heads.
 const KEY_HEADS: &str = "numbers of key heads";
 

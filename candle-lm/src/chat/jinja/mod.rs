@@ -157,7 +157,7 @@ fn value(message: &ChatMessage, work: &WorkBudget) -> Result<JinjaValue, Templat
         message.fields.iter().map(|(name, json)| (name.as_str(), json.as_str())).collect();
     let thoughts = THOUGHTS.iter().find_map(|name| fields.get(name).filter(|json| json.trim() != "null"));
     if let Some(&thoughts) = thoughts {
-        // Templates that read this name refuse it beside a text and calls, which replies of servers may have.
+        // A template that reads `thinking` refuses a message with a text, thoughts and calls. Servers write such replies.
         let says =
             |name: &str| fields.get(name).is_some_and(|json| !matches!(json.trim(), "null" | "\"\"" | "[]"));
         if !((says("content") || !message.content.is_empty()) && says("tool_calls")) {
