@@ -499,6 +499,22 @@ MIXTURES |= {
         ),
     ),
 }
+MIXTURES |= {
+    "gemma4 with embeddings of layers": (
+        "Gemma4",
+        dict(
+            GEMMA4, num_hidden_layers=6, layer_types=WINDOWS * 3, num_kv_shared_layers=3, use_double_wide_mlp=True,
+            hidden_size_per_layer_input=6, vocab_size_per_layer_input=40, final_logit_softcapping=3.0,
+        ),
+    ),
+    "gemma4 with keys of others": (
+        "Gemma4",
+        dict(
+            GEMMA4, num_attention_heads=4, num_key_value_heads=1, num_kv_shared_layers=2, attention_k_eq_v=True,
+            hidden_size_per_layer_input=8, vocab_size_per_layer_input=37, tie_word_embeddings=False,
+        ),
+    ),
+}
 
 MODELS = {**CASES, **MIXTURES, **DENSE}
 

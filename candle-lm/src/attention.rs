@@ -1,23 +1,32 @@
 //! Attention of a decoder layer: projections, norms of heads, rotary positions, and the keys and values of a cache.
 
 use candle_core::Tensor;
-use candle_shard::nn::{Init, MeshVarBuilder, Width};
-use candle_shard::{Attention, DTensor, Placements, Replicate, Result, Shard};
+use candle_shard::nn::{Init, MeshVarBuilder, TextCache, TextTokens, Width};
+use candle_shard::{Attention, DTensor, Error, Placements, Replicate, Result, Shard};
 
 use crate::TOKEN_AXIS;
-use crate::cache::{self, CutTurn, LayerTokens, Texts, VisibleKv};
+use crate::cache::{self, CutTurn, LayerKeys, LayerTokens, SeenKeys, SharedKeys, Texts, VisibleKv};
 use crate::config::Config;
 use crate::config::parts::QkNorm;
 use crate::norm::Norm;
 use crate::projection::{Projection, Qkv};
 use crate::rope::{Angles, TokenPositions};
 
+/// The dim of heads in queries, keys and values `[batch, heads, tokens, dim]`.
+const HEADS: usize = 1;
+
 /// Attention with grouped heads.
 #[derive(Debug)]
 pub(crate) struct SelfAttention {
+    /// The number of the layer.
+    layer: usize,
+    /// The layer whose keys and values it uses, if it makes none.
+    key_source: Option<usize>,
+    /// Whether other layers use its keys and values.
+    is_key_source: bool,
     qkv: Qkv,
-    /// Of queries and keys.
-    head_norms: Option<[Norm; 2]>,
+    query_norm: Option<Norm>,
+    key_norm: Option<Norm>,
     /// Ones, if the values of each head are normalized.
     value_norm: Option<DTensor>,
     eps: f64,
@@ -37,13 +46,16 @@ impl SelfAttention {
     /// That of the layer of this number at the builder's path.
     pub(crate) fn new(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Self> {
         let (hidden, heads, parts) = (config.hidden_size, config.heads_of(layer), &config.parts);
-        let head_norms = |widths: [usize; 2]| {
-            let [query, key] = parts.qk_norm.names();
-            let norm = |name: &str, width| Norm::new(width, config, &vb.pp(name));
-            Ok::<_, candle_shard::Error>([norm(query, widths[0])?, norm(key, widths[1])?])
+        let key_source = parts.key_source(layer);
+        let ([query, key], widths) = (parts.qk_norm.names(), parts.qk_norm.widths(heads));
+        let norm = |name: &str, width: usize| Norm::new(width, config, &vb.pp(name));
+        let qkv = match key_source {
+            Some(_) => Qkv::of_queries(hidden, heads, parts.qkv_bias, vb)?,
+            None => {
+                let has = [parts.gated_attention, parts.has_values(layer)];
+                Qkv::new(hidden, heads, has, parts.qkv_bias, vb)?
+            }
         };
-        let qkv =
-            Qkv::new(hidden, heads, [parts.gated_attention, parts.has_values(layer)], parts.qkv_bias, vb)?;
         let Width { units, unit } = qkv.width();
         let sinks = || {
             vb.get_in_units(
@@ -55,10 +67,17 @@ impl SelfAttention {
             )
         };
         Ok(Self {
+            layer,
+            key_source,
+            is_key_source: parts.is_key_source(layer),
             sinks: parts.sinks.then(sinks).transpose()?,
             o_proj: Projection::new(qkv.width(), hidden, parts.output_bias, &vb.pp("o_proj"))?,
             qkv,
-            head_norms: parts.qk_norm.widths(heads).map(head_norms).transpose()?,
+            query_norm: widths.map(|[width, _]| norm(query, width)).transpose()?,
+            key_norm: widths
+                .filter(|_| key_source.is_none())
+                .map(|[_, width]| norm(key, width))
+                .transpose()?,
             value_norm: parts.value_norm.then(|| ones(heads.dim, vb)).transpose()?,
             eps: config.rms_norm_eps,
             qk_norm: parts.qk_norm,
@@ -70,55 +89,117 @@ impl SelfAttention {
         })
     }
 
-    /// What attention adds to states `[batch, tokens, hidden]`.
+    /// What attention adds to states `[batch, tokens, hidden]`. `shared` has the keys and values of layers before that others use too, and
+    /// gets those of this one.
     pub(crate) fn forward(
         &self,
         x: &DTensor,
         angles: &Angles,
         turns: Option<Vec<LayerTokens<'_>>>,
+        shared: &mut SharedKeys,
     ) -> Result<DTensor> {
-        let [mut q, mut k, mut v] = self.qkv.forward(x)?;
-        if let Some(ones) = &self.value_norm {
-            v = v.rms_norm(ones, self.eps)?;
+        let at = turns.as_ref().map_or_else(|| angles.rows_of(x.dims()[1]), |turns| places(turns));
+        let (mut q, own) = self.qkv.forward(x)?;
+        let mut gate = None;
+        let keys = match own {
+            Some([mut k, mut v]) => {
+                if let Some(ones) = &self.value_norm {
+                    v = v.rms_norm(ones, self.eps)?;
+                }
+                if self.is_gated {
+                    gate = Some(ungated([&mut q, &mut k, &mut v])?.transpose(1, 2)?.sigmoid()?);
+                }
+                q = self.placed(q, true, angles, &at)?;
+                let new = [self.placed(k, false, angles, &at)?, v];
+                LayerKeys { new, seen: SeenKeys::Untold }
+            }
+            None => {
+                q = self.placed(q, true, angles, &at)?;
+                let LayerKeys { new: [k, v], seen } = self.keys_of_another(shared)?;
+                let new = [k.redistribute_with(&q, HEADS)?, v.redistribute_with(&q, HEADS)?];
+                LayerKeys { new, seen: seen.clone() }
+            }
+        };
+        let (mixed, seen) = self.mixed(&q, &keys, angles, turns)?;
+        if self.is_key_source {
+            shared.insert(self.layer, LayerKeys { seen, ..keys });
         }
-        let gate = match self.is_gated {
-            true => Some(ungated([&mut q, &mut k, &mut v])?.transpose(1, 2)?.sigmoid()?),
-            false => None,
-        };
-        let gated = |mixed: DTensor| gate.as_ref().map_or(Ok(mixed.clone()), |gate| mixed.mul(gate));
-        let Some(turns) = turns else {
-            let [q, k] = self.placed([q, k], angles, &angles.rows_of(x.dims()[1]))?;
-            let mixed = self.beside_sinks(over_rows(self.options(), angles, [&q, &k, &v])?, x)?;
-            return self.o_proj.forward(&gated(mixed)?.flatten_from(2)?);
-        };
-        let places = places(&turns);
-        let [q, k] = self.placed([q, k], angles, &places)?;
-        let mixed = match cache::texts(turns)? {
-            Texts::Whole(texts) => self.options().of_texts([&q, &k, &v], texts)?,
-            Texts::Cut(texts) => over_parts(&self.options(), [&q, &k, &v], texts, Ok)?,
-        };
         let mixed = self.beside_sinks(mixed, x)?;
-        self.o_proj.forward(&gated(mixed)?.flatten_from(2)?)
+        let mixed = gate.map_or(Ok(mixed.clone()), |gate| mixed.mul(&gate))?;
+        self.o_proj.forward(&mixed.flatten_from(2)?)
     }
 
-    /// Queries and keys behind their norms and rotary positions; the tokens are those of texts, one behind another.
-    fn placed(&self, both: [DTensor; 2], angles: &Angles, texts: &[TokenPositions]) -> Result<[DTensor; 2]> {
-        let is_local = self.window.is_some();
-        let turned = |[q, k]: [DTensor; 2]| match self.is_rotary {
-            true => {
-                let [q, k] = [angles.turn(&q, texts, is_local)?, angles.turn(&k, texts, is_local)?];
-                Ok([angles.scale_queries(q, texts)?, k])
+    /// Attention `[batch, tokens, heads, dim]` of queries over keys, and what the tokens of texts have seen.
+    fn mixed(
+        &self,
+        q: &DTensor,
+        LayerKeys { new: [k, v], seen }: &LayerKeys,
+        angles: &Angles,
+        turns: Option<Vec<LayerTokens<'_>>>,
+    ) -> Result<(DTensor, SeenKeys)> {
+        let (options, inputs) = (self.options(), [q, k, v]);
+        let Some(turns) = turns else { return Ok((over_rows(options, angles, inputs)?, SeenKeys::Untold)) };
+        if let Some(tokens) = cache::shared(&turns) {
+            let mixed = match seen {
+                SeenKeys::Whole(seen) => {
+                    let texts = tokens.into_iter().zip(seen);
+                    let texts =
+                        texts.map(|(tokens, seen)| TextTokens { tokens, cache: TextCache::Seen(seen) });
+                    options.of_texts(inputs, texts.collect())?
+                }
+                SeenKeys::Cut(seen) => over_visible(&options, q, seen)?,
+                SeenKeys::Untold => {
+                    return Err(Error::Layout(format!(
+                        "layer {} uses keys of another that has not told what its tokens see",
+                        self.layer
+                    )));
+                }
+            };
+            return Ok((mixed, SeenKeys::Untold));
+        }
+        Ok(match cache::texts(turns)? {
+            Texts::Whole(texts) if self.is_key_source => {
+                let (mixed, seen) = options.of_texts_seen(inputs, texts)?;
+                (mixed, SeenKeys::Whole(seen))
             }
-            false => Ok([q, k]),
+            Texts::Whole(texts) => (options.of_texts(inputs, texts)?, SeenKeys::Untold),
+            Texts::Cut(texts) => {
+                let seen = visible([k, v], texts)?;
+                (over_visible(&options, q, &seen)?, SeenKeys::Cut(seen))
+            }
+        })
+    }
+
+    /// The keys and values of the layer that this one uses.
+    fn keys_of_another<'a>(&self, shared: &'a SharedKeys) -> Result<&'a LayerKeys> {
+        let keys = self.key_source.and_then(|source| shared.get(&source));
+        keys.ok_or_else(|| {
+            Error::Layout(format!("layer {} has no keys of layer {:?}", self.layer, self.key_source))
+        })
+    }
+
+    /// Queries or keys behind their norm and rotary positions; the tokens are those of texts, one behind another.
+    fn placed(
+        &self,
+        x: DTensor,
+        are_queries: bool,
+        angles: &Angles,
+        at: &[TokenPositions],
+    ) -> Result<DTensor> {
+        let norm = if are_queries { &self.query_norm } else { &self.key_norm };
+        let normed = |x: DTensor| match (norm, self.qk_norm) {
+            (None, _) => Ok(x),
+            (Some(norm), QkNorm::All) => norm.over_heads(&x),
+            (Some(norm), _) => norm.forward(&x),
         };
-        let Some([of_queries, of_keys]) = &self.head_norms else { return turned(both) };
-        let normed = |[q, k]: [DTensor; 2]| match self.qk_norm {
-            QkNorm::All => Ok([of_queries.over_heads(&q)?, of_keys.over_heads(&k)?]),
-            _ => Ok::<_, candle_shard::Error>([of_queries.forward(&q)?, of_keys.forward(&k)?]),
+        let turned = |x: DTensor| match (self.is_rotary, are_queries) {
+            (false, _) => Ok(x),
+            (true, false) => angles.turn(&x, at, self.window.is_some()),
+            (true, true) => angles.scale_queries(angles.turn(&x, at, self.window.is_some())?, at),
         };
         match self.qk_norm {
-            QkNorm::HeadBehindRotary => normed(turned(both)?),
-            _ => turned(normed(both)?),
+            QkNorm::HeadBehindRotary => normed(turned(x)?),
+            _ => turned(normed(x)?),
         }
     }
 
@@ -154,30 +235,34 @@ pub(crate) fn over_rows(options: Attention, angles: &Angles, [q, k, v]: [&DTenso
     options.of(&q, &k, &v)
 }
 
-/// Attention `[batch, tokens, heads, dim]` of queries, keys and values `[batch, heads, tokens, dim]` over caches of which each rank
-/// has some tokens, text by text. `read` says what queries meet, of what is kept.
-pub(crate) fn over_parts(
-    options: &Attention,
-    [q, k, v]: [&DTensor; 3],
-    texts: Vec<CutTurn<'_>>,
-    read: fn(VisibleKv) -> Result<VisibleKv>,
-) -> Result<DTensor> {
+/// What the new tokens of each text see in caches of which each rank has some tokens, when keys and values `[batch, heads, tokens, dim]` are
+/// appended to them, text by text.
+pub(crate) fn visible(new: [&DTensor; 2], texts: Vec<CutTurn<'_>>) -> Result<Vec<VisibleKv>> {
     let mut start = 0;
     let of_text = |CutTurn { tokens, past }: CutTurn<'_>| {
-        let part = |x: &DTensor| x.narrow(2, start, tokens)?.transpose(1, 2);
-        let [q, k, v] = [part(q)?, part(k)?, part(v)?];
+        let [k, v] = new.map(|x| x.narrow(2, start, tokens)?.transpose(1, 2));
         start += tokens;
-        let VisibleKv { keys, values, order } = read(past.extend([&k, &v])?)?;
+        past.extend([&k?, &v?])
+    };
+    texts.into_iter().map(of_text).collect()
+}
+
+/// Attention `[batch, tokens, heads, dim]` of queries `[batch, heads, tokens, dim]` over what the tokens of each text see.
+pub(crate) fn over_visible(options: &Attention, q: &DTensor, texts: &[VisibleKv]) -> Result<DTensor> {
+    let mut start = 0;
+    let of_text = |VisibleKv { tokens, keys, values, order }: &VisibleKv| {
+        let q = q.narrow(2, start, *tokens)?.transpose(1, 2)?;
+        start += tokens;
         // Each rank computes some of several queries; one query meets the keys of each rank where they are.
         let whole: Placements = q.placements().into();
         let mut parts = whole.clone();
         if q.dims()[1] > 1 {
             parts[q.mesh().axis_index(TOKEN_AXIS)?] = Shard(1);
         }
-        let options = options.clone().key_order(order);
-        options.of(&q.redistribute(&parts)?, &keys, &values)?.redistribute(&whole)
+        let options = options.clone().key_order(order.clone());
+        options.of(&q.redistribute(&parts)?, keys, values)?.redistribute(&whole)
     };
-    match &texts.into_iter().map(of_text).collect::<Result<Vec<_>>>()?[..] {
+    match &texts.iter().map(of_text).collect::<Result<Vec<_>>>()?[..] {
         [one] => Ok(one.clone()),
         parts => DTensor::cat(parts, 1),
     }

@@ -1,9 +1,11 @@
 //! What layers keep of the tokens so far, each rank that of its heads or channels: keys and values, the latents that they are made of, or a
 //! state.
 
+use std::collections::BTreeMap;
+
 use candle_core::DType;
 use candle_dist::DeviceMesh;
-use candle_shard::nn::{KvCache, LatentCache, RotatingKvCache, SequenceCache, TextCache, TextTokens};
+use candle_shard::nn::{KvCache, LatentCache, RotatingKvCache, SequenceCache, TextCache, TextKv, TextTokens};
 use candle_shard::{DTensor, Error, Result, TokenOrder};
 
 use crate::config::Config;
@@ -36,13 +38,38 @@ enum LayerCache {
     Cut(Box<SequenceCache>, Option<DType>),
     /// The state behind the last token.
     State(LayerState),
+    /// Nothing: the layer uses the keys and values of another one.
+    Shared,
 }
 
 /// What a recurrent layer keeps of a text: the inputs of up to three convolutions, and a matrix for each head. Each comes with the first token.
 pub(crate) type LayerState = [Option<DTensor>; 4];
 
+/// The keys and values of layers that others use too, by the numbers of these layers.
+pub(crate) type SharedKeys = BTreeMap<usize, LayerKeys>;
+
+/// The keys and values of a layer that others use too.
+#[derive(Clone)]
+pub(crate) struct LayerKeys {
+    /// Those of the new tokens, `[batch, heads, tokens, dim]`.
+    pub(crate) new: [DTensor; 2],
+    pub(crate) seen: SeenKeys,
+}
+
+/// What the new tokens of each text see.
+#[derive(Clone)]
+pub(crate) enum SeenKeys {
+    /// The tokens belong to no texts with a cache, or what they see is not told.
+    Untold,
+    Whole(Vec<TextKv>),
+    Cut(Vec<VisibleKv>),
+}
+
 /// The keys and values that new tokens see in a cache of which each rank has some tokens.
+#[derive(Clone)]
 pub(crate) struct VisibleKv {
+    /// The new tokens, which are the last ones.
+    pub(crate) tokens: usize,
     /// `[batch, tokens, heads, dim]`.
     pub(crate) keys: DTensor,
     /// `[batch, tokens, heads, dim]`.
@@ -64,6 +91,7 @@ impl SequenceParts<'_> {
         self.cache.append(&k.to_dtype(kept)?, &v.to_dtype(kept)?)?;
         let (keys, values) = self.cache.keys_and_values()?;
         Ok(VisibleKv {
+            tokens: k.dims()[1],
             keys: keys.to_dtype(given)?,
             values: values.to_dtype(given)?,
             order: self.cache.order()?,
@@ -90,6 +118,7 @@ impl LayerCache {
             Self::Cut(cache, _) => Self::Cut(cache, Some(dtype)),
             // States add up what they get, in 32 bits.
             Self::State(state) => Self::State(state),
+            Self::Shared => Self::Shared,
         }
     }
 
@@ -100,6 +129,7 @@ impl LayerCache {
             Self::Latent(cache) => cache.reset(),
             Self::Cut(cache, _) => cache.reset(),
             Self::State(state) => *state = LayerState::default(),
+            Self::Shared => {}
         }
     }
 
@@ -109,6 +139,7 @@ impl LayerCache {
             Self::All(cache) => Self::All(cache.prefix(tokens)?),
             Self::Latent(cache) => Self::Latent(cache.prefix(tokens)?),
             Self::Cut(cache, dtype) => Self::Cut(Box::new(cache.prefix(tokens)?), *dtype),
+            Self::Shared => Self::Shared,
             Self::Window(_) | Self::State(_) => return Ok(None),
         }))
     }
@@ -185,10 +216,16 @@ pub(crate) fn of_each_text<const N: usize>(
     DTensor::cat(&made, 1)
 }
 
+/// The new tokens of each text in a layer that keeps nothing, since it uses the keys and values of another one.
+pub(crate) fn shared(turns: &[LayerTokens<'_>]) -> Option<Vec<usize>> {
+    let tokens = |turn: &LayerTokens<'_>| matches!(turn.past.kept, LayerCache::Shared).then_some(turn.tokens);
+    turns.iter().map(tokens).collect()
+}
+
 /// Sorts the texts of a layer by the kind of its caches.
 ///
 /// # Errors
-/// If the cache has states in their place.
+/// If the cache has states or nothing in their place.
 pub(crate) fn texts(turns: Vec<LayerTokens<'_>>) -> Result<Texts<'_>> {
     let (mut whole, mut cut) = (Vec::with_capacity(turns.len()), Vec::new());
     for LayerTokens { tokens, past } in turns {
@@ -199,9 +236,9 @@ pub(crate) fn texts(turns: Vec<LayerTokens<'_>>) -> Result<Texts<'_>> {
             LayerCache::Cut(cache, dtype) => {
                 cut.push(CutTurn { tokens, past: SequenceParts { cache, dtype: *dtype } });
             }
-            LayerCache::State(_) => {
+            LayerCache::State(_) | LayerCache::Shared => {
                 return Err(Error::Layout(
-                    "a cache with states for attention: make it with Cache::of".into(),
+                    "a cache without keys for attention that has some: make it with Cache::of".into(),
                 ));
             }
         }
@@ -217,14 +254,17 @@ impl Cache {
         Self { layers: (0..layers).map(all).collect(), room, len: 0, dtype: None }
     }
 
-    /// Creates a cache of `room` tokens for each layer of a model. A layer with a window keeps no more than its window, and a recurrent
-    /// one a state.
+    /// Creates a cache of `room` tokens for each layer of a model. A layer with a window keeps no more than its window, a recurrent
+    /// one a state, and one that uses the keys of another nothing.
     pub fn of(config: &Config, room: usize) -> Self {
-        let kept = |layer| LayerCache::of(config, layer, room);
+        let kept = |layer| match config.parts.key_source(layer) {
+            Some(_) => LayerCache::Shared,
+            None => LayerCache::of(config, layer, room),
+        };
         Self { layers: (0..config.num_hidden_layers).map(kept).collect(), room, len: 0, dtype: None }
     }
 
-    /// Creates a cache for one layer.
+    /// Creates a cache for one layer by itself, which keeps the keys of another that it uses.
     pub(crate) fn of_layer(config: &Config, layer: usize, room: usize) -> Self {
         Self { layers: vec![LayerCache::of(config, layer, room)], room, len: 0, dtype: None }
     }

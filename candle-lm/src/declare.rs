@@ -7,10 +7,11 @@
 //! Layers, the table and the output layer are units, whose parameters a builder may shard fully over "dp".
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
-use candle_dist::ProcessGroup;
+use candle_dist::{ProcessGroup, empty};
 use candle_pipe::graph::{Ctx, ValueId};
 use candle_pipe::{Error, In, LossReduction, PipeBuilder, Result, Share, StageOp, Value, stage_op};
 use candle_shard::fsdp::FullyShard;
@@ -20,10 +21,13 @@ use candle_shard::{CrossEntropy, DTensor, Placement, Placements, Reduction, Repl
 
 use crate::balance;
 use crate::between::BatchAxes;
-use crate::cache::{self, Cache};
+use crate::cache::{self, Cache, LayerKeys, LayerTokens, SeenKeys, SharedKeys};
 use crate::config::Config;
+use crate::config::parts::LayerEmbeddingSizes;
+use crate::config::tensors::LAYER_EMBEDDINGS;
 use crate::cut::{DecoderPipe, StageCut};
-use crate::layer::DecoderLayer;
+use crate::layer::{DecoderLayer, LayerInputs};
+use crate::layer_embeddings::{self, LayerEmbeddings};
 use crate::model::{embedded, finished, losses};
 use crate::norm::Norm;
 use crate::projection::{Projection, TokenTable};
@@ -51,15 +55,16 @@ pub fn writer(
     let (tokens, spans) = (model.g.input("tokens", In::Arg), model.g.input("spans", In::Arg));
     let h = model.embed(tokens);
     let sizes = config.clone();
-    let h = model.layers(h, Some(spans), longest, move |layer, angles, i| {
+    let h = model.layers([h, tokens], Some(spans), longest, move |layer, angles, i| {
         let slot = |_| Cache::of_layer(&sizes, i, angles.positions()).with_dtype(cache);
         let slots: RefCell<Vec<Cache>> = RefCell::new((0..slots).map(slot).collect());
-        move |h: &DTensor, spans: Option<&Tensor>| {
+        move |h: &DTensor, spans: Option<&Tensor>, beside: LayerInputs<'_>| {
             let (slots, spans) = (&mut slots.borrow_mut()[..], &step::unpack(spans)?[..]);
             cache::begin(slots, spans)?;
-            let y = layer.run(|layer| layer.forward(h, &angles, Some(cache::turns(slots, 0, spans))))?;
+            let turns = cache::turns(slots, 0, spans);
+            let made = layer.run(|layer| with_keys(layer, h, &angles, Some(turns), beside))?;
             cache::advance(slots, spans);
-            Ok(y)
+            Ok(made)
         }
     });
     // Only what follows the wanted tokens of each text is computed.
@@ -81,8 +86,10 @@ pub fn scorer(config: &Config, longest: usize, cut: &StageCut<'_>) -> Result<Dec
     let mut model = Declaration::new(config, BatchAxes::WHOLE);
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
     let h = model.embed(tokens);
-    let h = model.layers(h, None, longest, |layer, angles, _| {
-        move |h: &DTensor, _: Option<&Tensor>| layer.run(|layer| layer.forward(h, &angles, None))
+    let h = model.layers([h, tokens], None, longest, |layer, angles, _| {
+        move |h: &DTensor, _: Option<&Tensor>, beside: LayerInputs<'_>| {
+            layer.run(|layer| with_keys(layer, h, &angles, None, beside))
+        }
     });
     let h = model.norm(h, None, |h, _| Ok(h.clone()));
     let [sum] =
@@ -190,7 +197,13 @@ fn declare_learner(
     let balanced = config.parts.experts.as_ref().filter(|experts| experts.balance > 0.0);
     let h = match balanced {
         Some(_) => model.balanced_layers(h, documents, length, recompute, replicas),
-        None => model.layers(h, documents, length, move |layer, angles, _| learned(layer, angles, recompute)),
+        None => {
+            let parts = config.parts.clone();
+            model.layers([h, tokens], documents, length, move |layer, angles, i| {
+                // What others use of a layer is kept too.
+                learned(layer, angles, recompute && !parts.is_key_source(i))
+            })
+        }
     };
     let h = model.norm(h, None, |h, _| Ok(h.clone()));
     let loss = match (rows, compared) {
@@ -290,21 +303,112 @@ impl Declaration {
         self.g.module("model.embed_tokens", build, [tokens].into_iter().chain(self.tied))
     }
 
-    /// Adds all layers. `run` makes a function of each layer and its number. The function takes hidden states, and what says which
-    /// texts they belong to.
-    fn layers<F, R>(&mut self, mut h: ValueId, texts: Option<ValueId>, longest: usize, run: F) -> ValueId
+    /// The embeddings that each layer has of tokens, whose first hidden states are `h`; none if layers have none.
+    fn layer_embeddings(&mut self, h: ValueId, tokens: ValueId) -> Vec<ValueId> {
+        let Some(LayerEmbeddingSizes { width, .. }) = self.config.parts.layer_embeddings else {
+            return Vec::new();
+        };
+        let ([table, projection, norm], between) = (LAYER_EMBEDDINGS, self.between);
+        let config = self.config.clone();
+        let build = move |vb: &MeshVarBuilder| {
+            let (own, mesh) =
+                (FullyShard::new(vb, |vb| LayerEmbeddings::table(&config, vb))?, vb.mesh().clone());
+            Ok(stage_op(move |xs, ctx| {
+                let tokens = between.enter_tokens(&xs[0], &mesh)?;
+                let rows = in_mode(ctx, between, &tokens, || {
+                    Ok::<_, Error>(own.run(|table| table.forward(&tokens))?)
+                })?;
+                Ok(vec![between.leave(&rows)?])
+            }))
+        };
+        let rows = self.g.module(table, build, [tokens]);
+        let config = self.config.clone();
+        let build = move |vb: &MeshVarBuilder| {
+            let own = FullyShard::new(vb, |vb| LayerEmbeddings::projection(&config, vb))?;
+            Ok(hidden(vb, between, move |h, _| own.run(|projection| Ok(vec![projection.forward(h)?]))))
+        };
+        let projected = self.g.module(projection, build, [h]);
+        let config = self.config.clone();
+        let build = move |vb: &MeshVarBuilder| {
+            let (norm, mesh) = (Norm::new(width, &config, vb)?, vb.mesh().clone());
+            let config = config.clone();
+            Ok(stage_op(move |xs, _| {
+                let [rows, projected] = [between.enter(&xs[0], &mesh)?, between.enter(&xs[1], &mesh)?];
+                Ok(vec![between.leave(&layer_embeddings::joined(&config, &norm, &rows, &projected)?)?])
+            }))
+        };
+        let all = self.g.module(norm, build, [rows, projected]);
+        let of_layer = |i: usize| {
+            let part = move |xs: &[Value], _: &Ctx| {
+                let all = xs[0].tensor()?;
+                let (rows, tokens, _) = all.dims3()?;
+                // candle panics on views without elements that start behind their memory.
+                Ok(match all.elem_count() {
+                    0 => empty::zeros_of(&[all], (rows, tokens, width), all.dtype())?,
+                    _ => all.narrow(2, i * width, width)?.contiguous()?,
+                }
+                .into())
+            };
+            self.g.func(&format!("model.per_layer_input_{i}"), part, [all])
+        };
+        (0..self.config.num_hidden_layers).map(of_layer).collect()
+    }
+
+    /// Adds all layers behind the first hidden states of `tokens`. `run` makes a function of each layer and its number. The function takes
+    /// hidden states, what says which texts they belong to, and what the layer has beside, and returns what [`with_keys`] does.
+    fn layers<F, R>(
+        &mut self,
+        [mut h, tokens]: [ValueId; 2],
+        texts: Option<ValueId>,
+        longest: usize,
+        run: F,
+    ) -> ValueId
     where
         F: Fn(FullyShard<Arc<DecoderLayer>>, Angles, usize) -> R + Clone + Send + Sync + 'static,
-        R: Fn(&DTensor, Option<&Tensor>) -> candle_shard::Result<DTensor> + 'static,
+        R: Fn(&DTensor, Option<&Tensor>, LayerInputs<'_>) -> candle_shard::Result<Vec<DTensor>> + 'static,
     {
+        let embeddings = self.layer_embeddings(h, tokens);
+        let mut keys = BTreeMap::<usize, [ValueId; 2]>::new();
         for i in 0..self.config.num_hidden_layers {
             let (config, run, between) = (self.config.clone(), run.clone(), self.between);
+            let own = embeddings.get(i).copied();
+            let (has_texts, has_embeddings) = (texts.is_some(), own.is_some());
+            let (source, is_source) = (config.parts.key_source(i), config.parts.is_key_source(i));
             let build = move |vb: &MeshVarBuilder| {
                 let layer = FullyShard::new(vb, |vb| Ok(Arc::new(DecoderLayer::new(&config, i, vb)?)))?;
-                let angles = angles(&config, longest, between, vb)?;
-                Ok(hidden(vb, between, run(layer, angles, i)))
+                let run = run(layer, angles(&config, longest, between, vb)?, i);
+                let mesh = vb.mesh().clone();
+                Ok(stage_op(move |xs, ctx| {
+                    let h = between.enter(&xs[0], &mesh)?;
+                    let mut others = xs[1..].iter();
+                    let mut next = |is_there: bool| if is_there { others.next() } else { None };
+                    let texts = next(has_texts).map(|texts| texts.tensor()).transpose()?;
+                    let own = next(has_embeddings).map(|own| between.enter(own, &mesh)).transpose()?;
+                    let mut keys = SharedKeys::new();
+                    if let (Some(source), Some(k), Some(v)) =
+                        (source, next(source.is_some()), next(source.is_some()))
+                    {
+                        let enter = |x: &Value| Ok::<_, Error>(between.enter(x, &mesh)?.transpose(1, 2)?);
+                        keys.insert(
+                            source,
+                            LayerKeys { new: [enter(k)?, enter(v)?], seen: SeenKeys::Untold },
+                        );
+                    }
+                    let beside = LayerInputs { embeddings: own.as_ref(), keys: &mut keys };
+                    let made = in_mode(ctx, between, &h, || Ok::<_, Error>(run(&h, texts, beside)?))?;
+                    made.iter().map(|made| between.leave(made)).collect()
+                }))
             };
-            h = self.g.module(&format!("model.layers.{i}"), build, [h].into_iter().chain(texts));
+            let (name, others) = (format!("model.layers.{i}"), source.and_then(|source| keys.get(&source)));
+            let others = others.copied().into_iter().flatten();
+            let inputs: Vec<ValueId> = [h].into_iter().chain(texts).chain(own).chain(others).collect();
+            if is_source {
+                let [states, k, v] = self.g.module_many(&name, build, inputs);
+                keys.insert(i, [k, v]);
+                h = states;
+            } else {
+                h = self.g.module(&name, build, inputs);
+            }
         }
         h
     }
@@ -323,7 +427,10 @@ impl Declaration {
             let Some(experts) = self.config.parts.experts(i) else {
                 let build = move |vb: &MeshVarBuilder| {
                     let layer = FullyShard::new(vb, |vb| Ok(Arc::new(DecoderLayer::new(&config, i, vb)?)))?;
-                    Ok(hidden(vb, between, learned(layer, angles(&config, length, between, vb)?, recompute)))
+                    let run = learned(layer, angles(&config, length, between, vb)?, recompute);
+                    Ok(hidden(vb, between, move |h, documents| {
+                        run(h, documents, LayerInputs { embeddings: None, keys: &mut SharedKeys::new() })
+                    }))
                 };
                 h = self.g.module(&name, build, [h].into_iter().chain(documents));
                 continue;
@@ -364,7 +471,9 @@ impl Declaration {
         let (config, between) = (self.config.clone(), self.between);
         let build = move |vb: &MeshVarBuilder| {
             let norm = Norm::new(config.hidden_size, &config, vb)?;
-            Ok(hidden(vb, between, move |h, spans| norm.forward(&wanted(h, &step::unpack(spans)?)?)))
+            Ok(hidden(vb, between, move |h, spans| {
+                Ok(vec![norm.forward(&wanted(h, &step::unpack(spans)?)?)?])
+            }))
         };
         self.g.module("model.norm", build, [h].into_iter().chain(spans))
     }
@@ -441,21 +550,44 @@ fn of_documents(angles: &Angles, documents: Option<&Tensor>) -> candle_shard::Re
     Ok(packed.map_or_else(|| angles.clone(), |packed| angles.of_packed(packed)))
 }
 
+/// The states behind a layer, and its keys and values `[batch, tokens, heads, dim]`, if others use them. They leave a unit as its results.
+fn with_keys(
+    layer: &DecoderLayer,
+    h: &DTensor,
+    angles: &Angles,
+    turns: Option<Vec<LayerTokens<'_>>>,
+    LayerInputs { embeddings, keys }: LayerInputs<'_>,
+) -> candle_shard::Result<Vec<DTensor>> {
+    let before: Vec<usize> = keys.keys().copied().collect();
+    let mut made = vec![layer.forward(h, angles, turns, LayerInputs { embeddings, keys })?];
+    for (_, own) in keys.iter().filter(|(layer, _)| !before.contains(layer)) {
+        for x in &own.new {
+            made.push(x.transpose(1, 2)?);
+        }
+    }
+    Ok(made)
+}
+
 /// A layer that learns.
 fn learned(
     layer: FullyShard<Arc<DecoderLayer>>,
     angles: Angles,
     recompute: bool,
-) -> impl Fn(&DTensor, Option<&Tensor>) -> candle_shard::Result<DTensor> {
+) -> impl Fn(&DTensor, Option<&Tensor>, LayerInputs<'_>) -> candle_shard::Result<Vec<DTensor>> {
     // A unit around what is recomputed gathers once in the backward pass.
-    move |h, documents| {
+    move |h, documents, beside| {
         let angles = of_documents(&angles, documents)?;
         layer.run(|layer| match recompute {
             true => {
-                let layer = layer.clone();
-                nn::recompute(h, move |h| layer.forward(h, &angles, None))
+                let (layer, embeddings, keys) =
+                    (layer.clone(), beside.embeddings.cloned(), beside.keys.clone());
+                let made = nn::recompute(h, move |h| {
+                    let beside = LayerInputs { embeddings: embeddings.as_ref(), keys: &mut keys.clone() };
+                    layer.forward(h, &angles, None, beside)
+                });
+                Ok(vec![made?])
             }
-            false => layer.forward(h, &angles, None),
+            false => with_keys(layer, h, &angles, None, beside),
         })
     }
 }
@@ -487,13 +619,13 @@ fn in_mode<R, E: From<Error>>(
 /// A node from hidden states, and perhaps what says which texts they belong to, to hidden states.
 fn hidden<F>(vb: &MeshVarBuilder, between: BatchAxes, f: F) -> impl StageOp + use<F>
 where
-    F: Fn(&DTensor, Option<&Tensor>) -> candle_shard::Result<DTensor> + 'static,
+    F: Fn(&DTensor, Option<&Tensor>) -> candle_shard::Result<Vec<DTensor>> + 'static,
 {
     let mesh = vb.mesh().clone();
     stage_op(move |xs, ctx| {
         let texts = xs.get(1).map(|texts| texts.tensor()).transpose()?;
         let h = between.enter(&xs[0], &mesh)?;
         let made = in_mode(ctx, between, &h, || Ok::<_, Error>(f(&h, texts)?))?;
-        Ok(vec![between.leave(&made)?])
+        made.iter().map(|made| between.leave(made)).collect()
     })
 }

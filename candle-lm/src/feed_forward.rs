@@ -57,10 +57,11 @@ impl FeedForward {
     pub(crate) fn new(config: &Config, layer: usize, of_layer: &MeshVarBuilder) -> Result<Self> {
         let vb = &of_layer.pp("mlp");
         let Some(experts) = config.parts.experts(layer) else {
-            return Ok(Self::Dense(Box::new(Dense::new(config, config.intermediate_size, vb)?)));
+            return Ok(Self::Dense(Box::new(Dense::new(config, config.inner_of(layer), vb)?)));
         };
         if experts.beside_dense {
-            return Ok(Self::Both(Box::new(DenseAndExperts::new(config, experts, of_layer)?)));
+            let inner = config.inner_of(layer);
+            return Ok(Self::Both(Box::new(DenseAndExperts::new(config, experts, inner, of_layer)?)));
         }
         let [shared, gate] = experts.names.shared.map(|name| name.trim_start_matches("mlp."));
         let hidden = config.hidden_size;
@@ -111,12 +112,12 @@ impl Dense {
 }
 
 impl DenseAndExperts {
-    fn new(config: &Config, experts: &Experts, of_layer: &MeshVarBuilder) -> Result<Self> {
+    fn new(config: &Config, experts: &Experts, inner: usize, of_layer: &MeshVarBuilder) -> Result<Self> {
         let (hidden, vb) = (config.hidden_size, of_layer.pp("mlp"));
         let [behind_dense, before, behind] =
             BESIDE_DENSE.map(|name| Norm::new(hidden, config, &of_layer.pp(name)));
         Ok(Self {
-            dense: Dense::new(config, config.intermediate_size, &vb)?,
+            dense: Dense::new(config, inner, &vb)?,
             experts: MoE::new(options(hidden, experts, &vb), &vb)?,
             scale: vb.pp("router").get(hidden, "scale", Init::Const(1.0), Replicate, false)?,
             eps: config.rms_norm_eps,

@@ -393,6 +393,7 @@ fn check_others(
         HARMLESS.iter().any(|pattern| WildMatch::new(pattern).matches(name))
             || (config.tie_word_embeddings && name == HEAD)
             || gguf::rope::is_read(config, name)
+            || config.is_unused(name)
     };
     let others =
         weights.names().filter(|name| !known.contains(name) && !is_harmless(name)).collect::<Vec<_>>();

@@ -3,7 +3,7 @@
 use candle_shard::nn::{Heads, LatentHeads, LatentProjection, MeshVarBuilder, Width};
 use candle_shard::{Attention, DTensor, Error, Result};
 
-use crate::attention::{over_parts, over_rows, places};
+use crate::attention::{over_rows, over_visible, places, visible};
 use crate::cache::{self, LayerTokens, Texts, VisibleKv};
 use crate::config::Config;
 use crate::config::parts::LatentWidths;
@@ -99,7 +99,10 @@ impl LatentAttention {
                 let keys = DTensor::cat(&[latents.clone(), common], 3)?;
                 self.options().of_texts([&q, &keys, &latents], texts)?
             }
-            Texts::Cut(texts) => over_parts(&self.options(), [&q, &latents, &common], texts, joined)?,
+            Texts::Cut(texts) => {
+                let seen = visible([&latents, &common], texts)?.into_iter().map(joined);
+                over_visible(&self.options(), &q, &seen.collect::<Result<Vec<_>>>()?)?
+            }
         };
         self.o_proj.forward(&self.up.values(&mixed)?.flatten_from(2)?)
     }
@@ -126,6 +129,7 @@ impl LatentAttention {
 }
 
 /// Latents and common parts of keys that a cache has apart, as keys with the latents as their values.
-fn joined(VisibleKv { keys: latents, values: common, order }: VisibleKv) -> Result<VisibleKv> {
-    Ok(VisibleKv { keys: DTensor::cat(&[latents.clone(), common], 3)?, values: latents, order })
+fn joined(seen: VisibleKv) -> Result<VisibleKv> {
+    let latents = seen.keys.clone();
+    Ok(VisibleKv { keys: DTensor::cat(&[seen.keys, seen.values], 3)?, values: latents, ..seen })
 }

@@ -8,7 +8,7 @@ use candle_shard::{DTensor, Error, Replicate, Result};
 use crate::TOKEN_AXIS;
 use crate::attention::SelfAttention;
 use crate::balance::DecoderRouter;
-use crate::cache::LayerTokens;
+use crate::cache::{LayerTokens, SharedKeys};
 use crate::config::Config;
 use crate::config::mixers::MixerKind;
 use crate::config::parts::Norms;
@@ -16,6 +16,7 @@ use crate::config::tensors::LAYER_SCALAR;
 use crate::delta_net::DeltaNet;
 use crate::feed_forward::FeedForward;
 use crate::latent::LatentAttention;
+use crate::layer_embeddings::EmbeddingGate;
 use crate::mamba::Mamba;
 use crate::norm::Norm;
 use crate::rope::Angles;
@@ -57,15 +58,29 @@ impl Mixer {
     }
 
     /// What it adds to states `[batch, tokens, hidden]`.
-    fn forward(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<LayerTokens<'_>>>) -> Result<DTensor> {
+    fn forward(
+        &self,
+        x: &DTensor,
+        angles: &Angles,
+        turns: Option<Vec<LayerTokens<'_>>>,
+        keys: &mut SharedKeys,
+    ) -> Result<DTensor> {
         match self {
-            Self::Attention(attention) => attention.forward(x, angles, turns),
+            Self::Attention(attention) => attention.forward(x, angles, turns, keys),
             Self::Latent(attention) => attention.forward(x, angles, turns),
             Self::ShortConv(conv) => conv.forward(x, angles.documents(), turns),
             Self::DeltaNet(delta) => delta.forward(x, angles.documents(), turns),
             Self::Mamba(mamba) => mamba.forward(x, angles.documents(), turns),
         }
     }
+}
+
+/// What a layer has beside hidden states.
+pub(crate) struct LayerInputs<'a> {
+    /// Its embeddings `[batch, tokens, width]` of the tokens, if layers have some.
+    pub(crate) embeddings: Option<&'a DTensor>,
+    /// The keys and values of layers before it that others use too, to which it adds its own if others do.
+    pub(crate) keys: &'a mut SharedKeys,
 }
 
 /// A mixer of tokens, such as attention, and a feed-forward network, or one of them.
@@ -78,6 +93,7 @@ pub(crate) struct DecoderLayer {
     /// The router of the experts, in a model that learns their balance.
     router: Option<DecoderRouter>,
     branch_scale: f64,
+    embedding_gate: Option<EmbeddingGate>,
     /// A number that multiplies the states behind the layer.
     scalar: Option<DTensor>,
     /// Whether the feed-forward network has the states that attention has.
@@ -106,6 +122,7 @@ impl DecoderLayer {
                 .transpose()?,
             router: None,
             branch_scale: parts.branch_scale,
+            embedding_gate: EmbeddingGate::new(config, vb)?,
             scalar: parts
                 .layer_scalar
                 .then(|| vb.frozen().get(1, LAYER_SCALAR, Init::Const(1.0), Replicate, false))
@@ -128,14 +145,15 @@ impl DecoderLayer {
         x: &DTensor,
         angles: &Angles,
         turns: Option<Vec<LayerTokens<'_>>>,
+        LayerInputs { embeddings, keys }: LayerInputs<'_>,
     ) -> Result<DTensor> {
         if let (true, Some(mixer), Some(feed_forward)) = (self.is_parallel, &self.mixer, &self.feed_forward) {
             let [before, ..] = &self.norms;
             let normed = through(before, x)?;
-            let mixed = self.add(x, &mixer.forward(&normed, angles, turns)?)?;
+            let mixed = self.add(x, &mixer.forward(&normed, angles, turns, keys)?)?;
             return self.add(&mixed, &feed_forward.forward(&normed, x)?);
         }
-        self.fed(&self.mixed(x, angles, turns)?)
+        self.fed(&self.mixed(x, angles, turns, keys)?, embeddings)
     }
 
     /// The states after this layer, and the sums of its router; with `recompute`, nothing between is kept for the backward pass.
@@ -152,22 +170,33 @@ impl DecoderLayer {
             }
             false => part(self, x, angles),
         };
-        let x = run(|layer, x, angles| layer.mixed(x, angles, None), x)?;
-        Ok([run(|layer, x, _| layer.fed(x), &x)?, run(|layer, x, _| layer.sums(x), &x)?])
+        let x = run(|layer, x, angles| layer.mixed(x, angles, None, &mut SharedKeys::new()), x)?;
+        Ok([run(|layer, x, _| layer.fed(x, None), &x)?, run(|layer, x, _| layer.sums(x), &x)?])
     }
 
     /// The states after the mixer.
-    fn mixed(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<LayerTokens<'_>>>) -> Result<DTensor> {
+    fn mixed(
+        &self,
+        x: &DTensor,
+        angles: &Angles,
+        turns: Option<Vec<LayerTokens<'_>>>,
+        keys: &mut SharedKeys,
+    ) -> Result<DTensor> {
         let ([before, after, ..], Some(mixer)) = (&self.norms, &self.mixer) else { return Ok(x.clone()) };
-        self.add(x, &through(after, &mixer.forward(&through(before, x)?, angles, turns)?)?)
+        self.add(x, &through(after, &mixer.forward(&through(before, x)?, angles, turns, keys)?)?)
     }
 
-    /// The states after the feed-forward network, of those after the mixer.
-    fn fed(&self, x: &DTensor) -> Result<DTensor> {
+    /// The states after the feed-forward network and the embeddings of the layer, of those after the mixer.
+    fn fed(&self, x: &DTensor, embeddings: Option<&DTensor>) -> Result<DTensor> {
         let ([.., before, after], Some(network)) = (&self.norms, &self.feed_forward) else {
             return Ok(x.clone());
         };
-        let made = self.add(x, &through(after, &network.forward(&through(before, x)?, x)?)?)?;
+        let mut made = self.add(x, &through(after, &network.forward(&through(before, x)?, x)?)?)?;
+        if let Some(gate) = &self.embedding_gate {
+            let embeddings =
+                embeddings.ok_or_else(|| Error::Layout("a layer without its embeddings".into()))?;
+            made = self.add(&made, &gate.forward(&made, embeddings)?)?;
+        }
         self.scalar.as_ref().map_or(Ok(made.clone()), |scalar| made.mul(scalar))
     }
 

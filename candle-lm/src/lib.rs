@@ -23,6 +23,7 @@ mod gguf;
 pub mod hub;
 mod latent;
 mod layer;
+mod layer_embeddings;
 mod lm;
 mod mamba;
 pub mod memory;

@@ -19,8 +19,8 @@ use crate::projection::with_gates;
 /// that share a layer.
 ///
 /// Each of `cp` ranks keeps a part of the tokens of layers without a window; the numbers are those of one of them. Layers
-/// with a window keep no more tokens than it has, and recurrent ones a state in 32 bits. If there are fewer key heads than ranks, each
-/// query head has a copy. Latent attention keeps one latent of a token on each rank, with what the keys of all heads have in common.
+/// with a window keep no more tokens than it has, and recurrent ones a state in 32 bits. Layers that use the keys of others keep none, but in
+/// a model of several stages each has a copy. If there are fewer key heads than ranks, each query head has a copy. Latent attention keeps one latent of a token on each rank, with what the keys of all heads have in common.
 ///
 /// ```
 /// use candle_core::DType;
@@ -28,11 +28,16 @@ use crate::projection::with_gates;
 ///
 /// // 4 layers with 4 key heads, and 8 query heads, of 32 numbers each.
 /// let config = random_model::config();
-/// assert_eq!(memory::cache_bytes(&config, DType::F32, [1, 100], [2, 1]), 4 * 4 * 32 * 2 * 4 * 100);
-/// assert_eq!(memory::cache_bytes(&config, DType::BF16, [3, 100], [8, 1]), 4 * 8 * 32 * 2 * 2 * 100 * 3);
-/// assert_eq!(memory::cache_bytes(&config, DType::F32, [1, 100], [2, 3]), 4 * 4 * 32 * 2 * 4 * 34);
+/// assert_eq!(memory::cache_bytes(&config, DType::F32, [1, 100], [2, 1, 1]), 4 * 4 * 32 * 2 * 4 * 100);
+/// assert_eq!(memory::cache_bytes(&config, DType::BF16, [3, 100], [8, 1, 1]), 4 * 8 * 32 * 2 * 2 * 100 * 3);
+/// assert_eq!(memory::cache_bytes(&config, DType::F32, [1, 100], [2, 1, 3]), 4 * 4 * 32 * 2 * 4 * 34);
 /// ```
-pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp, cp]: [usize; 2]) -> usize {
+pub fn cache_bytes(
+    config: &Config,
+    dtype: DType,
+    [texts, room]: [usize; 2],
+    [tp, pp, cp]: [usize; 3],
+) -> usize {
     let of_token = |layer| {
         let Heads { query, key_value, dim } = config.heads_of(layer);
         let heads = if key_value < tp { query } else { key_value };
@@ -42,6 +47,7 @@ pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp
     let part = room.div_ceil(cp.max(1));
     let kept = |layer| config.parts.window(layer).filter(|&window| window < room).unwrap_or(part);
     let attention = (0..config.num_hidden_layers).filter(|&layer| config.parts.mixer(layer).is_attention());
+    let attention = attention.filter(|&layer| pp > 1 || config.parts.key_source(layer).is_none());
     let of_layer = |layer| kept(layer).saturating_mul(of_token(layer));
     let numbers = attention.map(of_layer).fold(0, usize::saturating_add);
     let keys = numbers.saturating_mul(dtype.size_in_bytes());
@@ -49,7 +55,15 @@ pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp
 }
 
 /// The matrices that each rank has whole.
-const WHOLE: [&str; 4] = ["router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"];
+const WHOLE: [&str; 7] = [
+    "router",
+    "shared_expert_gate",
+    "q_a_proj",
+    "kv_a_proj_with_mqa",
+    "per_layer_model_projection",
+    "per_layer_input_gate",
+    "per_layer_projection",
+];
 
 /// Vectors that are cut with heads.
 const OF_HEADS: [&str; 3] = [".A_log", ".dt_bias", ".sinks"];
@@ -139,8 +153,13 @@ fn held_blocks(files: &Files, held: &ModelOptions, tp: usize, name: &str) -> Res
     let layer = layer.unwrap_or(0);
     let attention = |name: &str| -> Option<[String; 3]> {
         let (path, _) = name.split_once(".self_attn.")?;
-        let values = if files.config.parts.has_values(layer) { "v_proj" } else { "k_proj" };
-        Some(["q_proj", "k_proj", values].map(|part| format!("{path}.self_attn.{part}.weight")))
+        let parts = &files.config.parts;
+        let names = match (parts.key_source(layer), parts.has_values(layer)) {
+            (Some(_), _) => ["q_proj"; 3],
+            (None, true) => ["q_proj", "k_proj", "v_proj"],
+            (None, false) => ["q_proj", "k_proj", "k_proj"],
+        };
+        Some(names.map(|part| format!("{path}.self_attn.{part}.weight")))
     };
     let experts = EXPERTS.iter().find_map(|part| name.strip_suffix(part));
     let is_kept = match (name.rsplit('.').nth(1).unwrap_or_default(), attention(name), experts) {

@@ -9,11 +9,13 @@ use candle_shard::{
 };
 
 use crate::TOKEN_AXIS;
-use crate::cache::{self, Cache};
+use crate::cache::{self, Cache, SharedKeys};
 use crate::config::Config;
 use crate::config::mixers::{DeltaHeads, MixerKind};
 use crate::config::parts::LatentWidths;
-use crate::layer::DecoderLayer;
+use crate::config::tensors::LAYER_EMBEDDINGS;
+use crate::layer::{DecoderLayer, LayerInputs};
+use crate::layer_embeddings::LayerEmbeddings;
 use crate::norm::Norm;
 use crate::projection::{Projection, TokenTable};
 use crate::rope::Angles;
@@ -23,6 +25,7 @@ use crate::step::{DecodeStep, SlotPast, SlotTokens, wanted_adapters, wanted_rows
 #[derive(Debug)]
 pub struct Decoder {
     embed_tokens: TokenTable,
+    layer_embeddings: Option<LayerEmbeddings>,
     layers: Vec<DecoderLayer>,
     norm: Norm,
     lm_head: Projection,
@@ -51,8 +54,9 @@ const MAMBA: [&str; 5] =
     ["mamba.in_proj_z", "mamba.in_proj_x", "mamba.in_proj_dt", "mamba.in_proj_b", "mamba.in_proj_c"];
 
 /// The modules that are cut outside of layers, and the feed-forward layers.
-const PLAN: [(&str, WeightCut); 5] = [
+const PLAN: [(&str, WeightCut); 6] = [
     ("model.embed_tokens", WeightCut::Rows),
+    (LAYER_EMBEDDINGS[0], WeightCut::Rows),
     ("model.layers.*.mlp.gate_proj", WeightCut::Columns),
     ("model.layers.*.mlp.up_proj", WeightCut::Columns),
     ("model.layers.*.mlp.down_proj", WeightCut::Rows),
@@ -101,6 +105,7 @@ impl Decoder {
     pub fn new(config: &Config, longest: usize, vb: &MeshVarBuilder) -> Result<Self> {
         let model = vb.pp("model");
         let embed_tokens = TokenTable::new(config.vocab_size, config.hidden_size, &model.pp("embed_tokens"))?;
+        let layer_embeddings = LayerEmbeddings::new(config, vb)?;
         let layer = |i: usize| DecoderLayer::new(config, i, &model.pp("layers").pp(i));
         let layers = (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?;
         let norm = Norm::new(config.hidden_size, config, &model.pp("norm"))?;
@@ -109,20 +114,26 @@ impl Decoder {
             false => Projection::new(config.hidden_size, config.vocab_size, false, &vb.pp("lm_head"))?,
         };
         let (angles, mesh) = (Angles::new(config, longest, vb)?, vb.mesh().clone());
-        Ok(Self { embed_tokens, layers, norm, lm_head, angles, mesh, config: config.clone() })
+        let config = config.clone();
+        Ok(Self { embed_tokens, layer_embeddings, layers, norm, lm_head, angles, mesh, config })
     }
 
     /// How a model is cut on the mesh axis `axis`: heads, channels and feed-forward columns, tables by tokens. [Experts](candle_shard::nn::MoE) have axes
     /// of their own.
     pub fn plan(config: &Config, axis: &str) -> Plan {
-        let is_there = |module: &str| match module.ends_with(".gate_proj") && !config.parts.gated {
-            true => false,
-            false => !module.contains(".mlp.") || config.has_dense_layers(),
+        let parts = &config.parts;
+        let is_there = |module: &str| match () {
+            () if module == LAYER_EMBEDDINGS[0] => parts.layer_embeddings.is_some(),
+            () if module.ends_with(".gate_proj") && !parts.gated => false,
+            () => !module.contains(".mlp.") || config.has_dense_layers(),
         };
         let others = PLAN.into_iter().filter(|(module, _)| is_there(module));
         let mut cuts: Vec<(String, WeightCut)> =
             others.map(|(module, cut)| (module.to_owned(), cut)).collect();
-        for experts in config.parts.experts.iter().filter(|experts| experts.shared > 0) {
+        if (0..config.num_hidden_layers).any(|layer| parts.key_source(layer).is_some()) {
+            cuts.push(("model.layers.*.self_attn.q_proj".to_owned(), WeightCut::Columns));
+        }
+        for experts in parts.experts.iter().filter(|experts| experts.shared > 0) {
             let network = format!("model.layers.*.{}", experts.names.shared[0]);
             cuts.extend(FEED_FORWARD.map(|(part, cut)| (format!("{network}.{part}"), cut)));
         }
@@ -238,9 +249,15 @@ impl Decoder {
         }
         let mut h = self.embed_tokens.forward(tokens)?;
         h = embedded(h, &self.config)?;
+        let all = self.layer_embeddings.as_ref().map(|all| all.forward(tokens, &h)).transpose()?;
+        let all = all.zip(self.config.parts.layer_embeddings);
+        let mut keys = SharedKeys::new();
         for (i, layer) in self.layers.iter().enumerate() {
             let turns = texts.as_mut().map(|(slots, spans)| cache::turns(slots, i, spans));
-            h = layer.forward(&h, &self.angles, turns)?;
+            let own = all.as_ref().map(|(all, sizes)| all.narrow(2, i * sizes.width, sizes.width));
+            let own = own.transpose()?;
+            let beside = LayerInputs { embeddings: own.as_ref(), keys: &mut keys };
+            h = layer.forward(&h, &self.angles, turns, beside)?;
         }
         if let Some((slots, spans)) = texts {
             cache::advance(slots, spans);

@@ -5,7 +5,9 @@ use candle_shard::nn::{
     Width,
 };
 use candle_shard::parallel::LayerKind;
-use candle_shard::{DTensor, Result, Shard};
+use candle_shard::{DTensor, Replicate, Result, Shard};
+
+use crate::LAYER_AXIS;
 
 /// A linear layer.
 #[derive(Debug)]
@@ -82,6 +84,12 @@ pub(crate) struct Qkv {
 enum QkvLayer {
     Dense(Box<FusedQkv>),
     Quantized(Box<QuantizedQkv>),
+    /// Queries alone, and the width of a head.
+    Queries {
+        layer: Box<Projection>,
+        width: Width,
+        dim: usize,
+    },
 }
 
 const NAMES: [&str; 3] = ["q_proj", "k_proj", "v_proj"];
@@ -112,11 +120,30 @@ impl Qkv {
         })
     }
 
-    pub(crate) fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
-        match &self.layer {
-            QkvLayer::Dense(layer) => layer.forward(x),
-            QkvLayer::Quantized(layer) => layer.forward(x),
-        }
+    /// The projection of queries alone, whose keys and values are those of another layer with such heads.
+    pub(crate) fn of_queries(hidden: usize, heads: Heads, bias: bool, vb: &MeshVarBuilder) -> Result<Self> {
+        let path = vb.pp(NAMES[0]);
+        let granule = if path.quantized_block("weight").is_some() { granule(&vb.pp("o_proj")) } else { 1 };
+        let ranks = match path.style().layout(LayerKind::Linear)?.weight {
+            Replicate => 1,
+            _ => vb.mesh().size_of(LAYER_AXIS).unwrap_or(1),
+        };
+        let together = heads.together(ranks, granule);
+        let width = Width::new(heads.query / together, together * heads.dim);
+        let layer = Projection::new(hidden, width, bias, &path)?.into();
+        Ok(Self { layer: QkvLayer::Queries { layer, width, dim: heads.dim }, is_gated: false })
+    }
+
+    /// Queries `[batch, heads, tokens, dim]`, and keys and values if they are made here.
+    pub(crate) fn forward(&self, x: &DTensor) -> Result<(DTensor, Option<[DTensor; 2]>)> {
+        let [q, k, v] = match &self.layer {
+            QkvLayer::Dense(layer) => layer.forward(x)?,
+            QkvLayer::Quantized(layer) => layer.forward(x)?,
+            QkvLayer::Queries { layer, dim, .. } => {
+                return Ok((layer.forward(x)?.split_units(2, *dim)?.transpose(1, 2)?, None));
+            }
+        };
+        Ok((q, Some([k, v])))
     }
 
     /// The width of the output of all query heads.
@@ -124,6 +151,7 @@ impl Qkv {
         let Width { units, unit } = match &self.layer {
             QkvLayer::Dense(layer) => layer.width(),
             QkvLayer::Quantized(layer) => layer.width(),
+            QkvLayer::Queries { width, .. } => *width,
         };
         Width::new(units, if self.is_gated { unit / 2 } else { unit })
     }

@@ -30,7 +30,7 @@ pub fn check(args: &Args, files: &Files, held: &ModelOptions, cache: Option<[usi
     let Some([texts, room]) = cache else { return Ok(()) };
     let dtype = held.cache.unwrap_or(held.dtype);
     let cache = here(
-        cache_bytes(&files.config, dtype, [texts, room], [args.tp, args.cp])
+        cache_bytes(&files.config, dtype, [texts, room], [args.tp, args.pp, args.cp])
             .saturating_mul(args.ep * args.cp),
     );
     ensure!(

@@ -126,7 +126,7 @@ pub fn export_gguf(files: &Files, adapter: &Path, path: &Path) -> Result<()> {
         );
         let is_shared = files.config.tie_word_embeddings;
         ensure!(
-            !(is_shared && matches!(module.kind, ModuleKind::Table | ModuleKind::Output)),
+            !(is_shared && module.is_end()),
             "{path} is the table and the output layer, which llama.cpp cannot change by an adapter: merge it"
         );
         let get = |end: &str| {

@@ -79,8 +79,7 @@ impl MergedAdapter {
                 "{} has no bias, and lora_bias adds one: such an adapter cannot be merged",
                 module.path
             );
-            let is_shared = files.config.tie_word_embeddings
-                && matches!(module.kind, ModuleKind::Table | ModuleKind::Output);
+            let is_shared = files.config.tie_word_embeddings && module.is_end();
             is_untied |= is_shared;
             for (part, _) in &module.parts {
                 let is_table = module.kind == ModuleKind::Table;

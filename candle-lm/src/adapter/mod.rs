@@ -249,7 +249,7 @@ fn entries(
         let kind = module.kind;
         if paths.iter().any(|path| config.replaces(path)) {
             ensure!(
-                !(is_tied && matches!(module.kind, ModuleKind::Table | ModuleKind::Output)),
+                !(is_tied && module.is_end()),
                 "modules_to_save names {}, whose weight is the table of the input and the output layer: that is not supported",
                 module.path
             );

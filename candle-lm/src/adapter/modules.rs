@@ -2,7 +2,10 @@
 
 use super::config::ModuleKind;
 use crate::config::Config;
-use crate::config::tensors::ROUTER;
+use crate::config::tensors::{LAYER_EMBEDDINGS, ROUTER};
+
+/// The table of the input.
+const TABLE: &str = "model.embed_tokens";
 
 /// A module with a weight.
 #[derive(Clone, Debug)]
@@ -20,6 +23,11 @@ pub struct LayerModule {
 }
 
 impl LayerModule {
+    /// Whether its weight is the one that a tied model has for its input and its output.
+    pub(super) fn is_end(&self) -> bool {
+        self.kind == ModuleKind::Output || self.parts.iter().any(|(path, _)| path == TABLE)
+    }
+
     /// The shape of the weight of so many of its rows.
     pub(super) fn weight_shape(&self, rows: usize) -> Vec<usize> {
         if self.kind == ModuleKind::Norm { vec![rows] } else { vec![rows, self.shape[1]] }
@@ -71,7 +79,8 @@ pub fn modules(config: &Config) -> Vec<LayerModule> {
 fn kind_of(path: &str) -> ModuleKind {
     match path {
         "lm_head" => ModuleKind::Output,
-        "model.embed_tokens" => ModuleKind::Table,
+        TABLE => ModuleKind::Table,
+        path if path == LAYER_EMBEDDINGS[0] => ModuleKind::Table,
         _ => ModuleKind::Linear,
     }
 }

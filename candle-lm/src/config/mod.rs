@@ -266,6 +266,12 @@ impl Config {
             of_windows > 0 && of_windows.is_multiple_of(2),
             "heads of layers with a window are {dim} wide, and {of_windows} of it have rotary positions; they need an even number"
         );
+        let rows = self.parts.layer_embeddings.map_or(self.vocab_size, |sizes| sizes.tokens);
+        ensure!(
+            rows >= self.vocab_size,
+            "vocab_size_per_layer_input is {rows}, and layers have embeddings of all {} tokens",
+            self.vocab_size
+        );
         self.rope_scaling.iter().try_for_each(|scaling| scaling.check(width))?;
         local.iter().try_for_each(|scaling| scaling.check(of_windows))
     }
@@ -303,6 +309,12 @@ impl Config {
     /// Returns whether all positions of a prompt of this length are turned by its length.
     pub(super) fn turns_by_length(&self, length: usize) -> bool {
         matches!(self.rope_scaling, Some(RopeScaling::Dynamic { learned, .. }) if length > learned)
+    }
+
+    /// The width inside the feed-forward network of a layer that has one for all tokens.
+    pub fn inner_of(&self, layer: usize) -> usize {
+        let is_wide = self.parts.double_wide && self.parts.key_source(layer).is_some();
+        if is_wide { 2 * self.intermediate_size } else { self.intermediate_size }
     }
 
     /// The heads of attention of a layer.

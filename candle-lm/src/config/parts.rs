@@ -73,6 +73,12 @@ pub struct Parts {
     pub value_norm: bool,
     /// Whether a number of each layer multiplies the states behind it.
     pub layer_scalar: bool,
+    /// The layer whose keys and values each layer uses; all use their own without a list.
+    pub key_sources: Vec<usize>,
+    /// Whether the feed-forward networks of layers that use keys of others are twice as wide.
+    pub double_wide: bool,
+    /// The embeddings of tokens that each layer has of its own, if layers have some.
+    pub layer_embeddings: Option<LayerEmbeddingSizes>,
     /// What mixes the tokens of each layer; attention in all without a list.
     pub mixers: Vec<MixerKind>,
     /// What files call modules, where layers have other names for them.
@@ -81,6 +87,15 @@ pub struct Parts {
     pub model_name: &'static str,
     /// Whether files hold the rates at which states are forgotten, which are negative, in the place of the logarithms of their sizes.
     pub has_rates: bool,
+}
+
+/// The sizes of the embeddings that each layer has of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerEmbeddingSizes {
+    /// The rows of the table, which has the embeddings of all layers side by side.
+    pub tokens: usize,
+    /// The width of the embeddings of one layer.
+    pub width: usize,
 }
 
 /// The widths of latent attention.
@@ -246,6 +261,9 @@ impl Default for Parts {
             values_from_keys: false,
             value_norm: false,
             layer_scalar: false,
+            key_sources: Vec::new(),
+            double_wide: false,
+            layer_embeddings: None,
             mixers: Vec::new(),
             names: &[],
             model_name: "model",
@@ -263,6 +281,17 @@ impl Parts {
     /// Whether a layer has projections of values beside those of keys.
     pub fn has_values(&self, layer: usize) -> bool {
         !self.values_from_keys || self.window(layer).is_some()
+    }
+
+    /// The layer whose keys and values a layer uses, if it has none of its own.
+    pub fn key_source(&self, layer: usize) -> Option<usize> {
+        self.key_sources.get(layer).copied().filter(|&source| source != layer)
+    }
+
+    /// Whether other layers use the keys and values of a layer.
+    pub fn is_key_source(&self, layer: usize) -> bool {
+        let mut sources = (0..self.key_sources.len()).filter_map(|layer| self.key_source(layer));
+        sources.any(|source| source == layer)
     }
 
     /// Whether a layer has rotary positions.

@@ -6,7 +6,7 @@ use candle_shard::nn::Heads;
 use super::Config;
 use super::experts::{Experts, StackNames};
 use super::mixers::{DeltaHeads, MixerKind};
-use super::parts::{FUSED_GATE, FUSED_QKV, FUSED_SHARED, LatentWidths, NormKind, Parts};
+use super::parts::{FUSED_GATE, FUSED_QKV, FUSED_SHARED, LatentWidths, LayerEmbeddingSizes, NormKind, Parts};
 
 /// The name and shape of a tensor.
 type NamedShape = (String, Vec<usize>);
@@ -20,6 +20,14 @@ pub(crate) const BESIDE_DENSE: [&str; 3] =
 pub(crate) const CHOICE_BIAS: &str = "mlp.router.bias";
 /// The factor of the states behind a layer, within it. It is not learned.
 pub(crate) const LAYER_SCALAR: &str = "layer_scalar";
+/// The table with the embeddings of each layer, the projection of the first states that is joined with them, and the norm of each
+/// layer's part of it.
+pub(crate) const LAYER_EMBEDDINGS: [&str; 3] =
+    ["model.embed_tokens_per_layer", "model.per_layer_model_projection", "model.per_layer_projection_norm"];
+/// What makes a part of the states of a layer of its embeddings: the gate of these, the projection behind them, and the norm of what is
+/// added.
+pub(crate) const EMBEDDING_GATE: [&str; 3] =
+    ["per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"];
 /// The bias of the logits of experts, within a layer.
 pub(crate) const LOGIT_BIAS: &str = "mlp.router.logit_bias";
 /// Gate, up and down.
@@ -67,6 +75,11 @@ impl Config {
         if !self.tie_word_embeddings {
             tensors.push(("lm_head.weight".to_owned(), vec![self.vocab_size, hidden]));
         }
+        if let Some(LayerEmbeddingSizes { tokens, width }) = self.parts.layer_embeddings {
+            let all = self.num_hidden_layers * width;
+            let shapes = [vec![tokens, all], vec![all, hidden], vec![width]];
+            tensors.extend(LAYER_EMBEDDINGS.map(|name| format!("{name}.weight")).into_iter().zip(shapes));
+        }
         (0..self.num_hidden_layers).for_each(|layer| tensors.extend(self.of_layer(layer)));
         tensors
     }
@@ -79,7 +92,7 @@ impl Config {
     }
 
     fn of_layer(&self, layer: usize) -> Vec<NamedShape> {
-        let (hidden, inner) = (self.hidden_size, self.intermediate_size);
+        let (hidden, inner) = (self.hidden_size, self.inner_of(layer));
         let Parts { mlp_bias, norms, .. } = self.parts;
         let named = |name: &str, parameter: &str| format!("model.layers.{layer}.{name}.{parameter}");
         let mut tensors = match self.parts.mixer(layer) {
@@ -147,6 +160,10 @@ impl Config {
                 tensors.extend(rows.map(|(part, rows)| (name(part), vec![*count, rows])));
             }
         }
+        if let Some(LayerEmbeddingSizes { width, .. }) = self.parts.layer_embeddings {
+            let shapes = [vec![width, hidden], vec![hidden, width], vec![hidden]];
+            tensors.extend(EMBEDDING_GATE.map(|name| named(name, "weight")).into_iter().zip(shapes));
+        }
         tensors.extend(
             self.parts.layer_scalar.then(|| (format!("model.layers.{layer}.{LAYER_SCALAR}"), vec![1])),
         );
@@ -170,15 +187,17 @@ impl Config {
             ("self_attn.v_proj", key_value * dim, hidden, qkv_bias),
             ("self_attn.o_proj", hidden, query * dim, output_bias),
         ];
+        let is_of_keys = |name: &str| ["self_attn.k_proj", "self_attn.v_proj"].contains(&name);
+        let has_keys = self.parts.key_source(layer).is_none();
         let is_there = |(name, ..): &&(&str, usize, usize, bool)| {
-            self.parts.has_values(layer) || *name != "self_attn.v_proj"
+            (has_keys || !is_of_keys(name)) && (self.parts.has_values(layer) || *name != "self_attn.v_proj")
         };
         let attention: Vec<_> = attention.iter().filter(is_there).copied().collect();
         let mut tensors = linear_tensors(&attention, named);
         tensors.extend(self.parts.sinks.then(|| (named("self_attn", "sinks"), vec![query])));
-        for (name, width) in
-            qk_norm.names().into_iter().zip(qk_norm.widths(self.heads_of(layer)).into_iter().flatten())
-        {
+        let norms =
+            qk_norm.names().into_iter().zip(qk_norm.widths(self.heads_of(layer)).into_iter().flatten());
+        for (name, width) in norms.take(if has_keys { 2 } else { 1 }) {
             tensors.push((named(&format!("self_attn.{name}"), "weight"), vec![width]));
         }
         tensors
@@ -301,6 +320,17 @@ impl Config {
         };
         let mixers = self.parts.mixers.iter().enumerate().flat_map(of_mixer);
         (0..self.num_hidden_layers).flat_map(of_layer).chain(mixers).collect()
+    }
+
+    /// Whether a tensor makes keys or values in a layer that uses those of another, as some files have them.
+    pub(crate) fn is_unused(&self, name: &str) -> bool {
+        let of_layer = || {
+            let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
+            let (module, _) = rest.strip_prefix("self_attn.")?.split_once('.')?;
+            let is_of_keys = ["k_proj", "v_proj", "k_norm", "v_norm"].contains(&module);
+            Some(is_of_keys && self.parts.key_source(layer.parse().ok()?).is_some())
+        };
+        of_layer().unwrap_or(false)
     }
 
     /// The parts of a stacked tensor of experts as files have them, each expert by itself; `None` for other tensors.

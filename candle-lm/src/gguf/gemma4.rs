@@ -1,11 +1,11 @@
-//! What GGUF files of Gemma 4 say, as far as its layers have keys and embeddings of their own.
+//! What GGUF files of Gemma 4 say.
 
 use anyhow::{Context, Result, ensure};
 use candle_shard::Weights;
 use serde_json::{Map, Value, json};
 
 use super::{KEY_HEADS, Metadata, one_of, whole};
-use crate::config::tensors::{BESIDE_DENSE, LAYER_SCALAR, ROUTER};
+use crate::config::tensors::{BESIDE_DENSE, EMBEDDING_GATE, LAYER_EMBEDDINGS, LAYER_SCALAR, ROUTER};
 
 /// The architecture.
 pub(super) const KIND: &str = "gemma4";
@@ -22,6 +22,17 @@ pub(super) const KEYS: [&str; 5] = [
 /// The norms of a layer whose experts are beside another network, in the order of [`BESIDE_DENSE`].
 const NORMS: [&str; 3] = ["post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2"];
 
+/// The tensors of embeddings of layers, in the order of [`LAYER_EMBEDDINGS`] and of [`EMBEDDING_GATE`].
+const EMBEDDINGS: [&str; 3] = ["per_layer_token_embd", "per_layer_model_proj", "per_layer_proj_norm"];
+const GATE: [&str; 3] = ["inp_gate", "proj", "post_norm"];
+
+/// The name that a tensor outside of layers has here, if only this architecture has it.
+pub(super) fn of_model(name: &str) -> Option<String> {
+    let module = name.strip_suffix(".weight")?;
+    let at = EMBEDDINGS.iter().position(|known| *known == module)?;
+    Some(format!("{}.weight", LAYER_EMBEDDINGS[at]))
+}
+
 /// The name that a tensor of a layer has here, if only this architecture has it.
 pub(super) fn renamed(layer: &str, rest: &[&str]) -> Option<String> {
     let name = match rest {
@@ -29,8 +40,9 @@ pub(super) fn renamed(layer: &str, rest: &[&str]) -> Option<String> {
         ["ffn_gate_inp", "scale"] => format!("{ROUTER}.scale"),
         ["ffn_down_exps", "scale"] => format!("{ROUTER}.per_expert_scale"),
         [module, "weight"] => {
-            let at = NORMS.iter().position(|norm| norm == module)?;
-            format!("{}.weight", BESIDE_DENSE[at])
+            let place = |names: [&str; 3]| names.iter().position(|name| name == module);
+            let norm = place(NORMS).map(|at| BESIDE_DENSE[at]);
+            format!("{}.weight", norm.or_else(|| place(GATE).map(|at| EMBEDDING_GATE[at]))?)
         }
         _ => return None,
     };
@@ -85,8 +97,22 @@ pub(super) fn fields(metadata: &Metadata, weights: &Weights, fields: &mut Map<St
         fields.extend(of_others.map(|count| ("num_global_key_value_heads".into(), count)));
     }
     if let Some(Value::Array(list)) = fields.get("intermediate_size").cloned() {
-        let width = one_of(KIND, "widths of feed-forward networks", list.iter())?;
-        fields.insert("intermediate_size".into(), width.unwrap_or_default());
+        // Layers that use keys of others may be twice as wide.
+        let shared = fields.get("num_kv_shared_layers").and_then(Value::as_u64).unwrap_or(0) as usize;
+        let (own, others) = list.split_at(list.len().saturating_sub(shared));
+        let width = |list: &[Value]| one_of(KIND, "widths of feed-forward networks", list.iter());
+        let (own, others) = (width(own)?, width(others)?);
+        let twice = own.as_ref().and_then(Value::as_u64).and_then(|width| width.checked_mul(2));
+        let is_wide = others.is_some() && others != own;
+        ensure!(
+            !is_wide || others.as_ref().and_then(Value::as_u64) == twice,
+            "{KIND}: layers have unlike widths of feed-forward networks, which is not supported"
+        );
+        fields.insert("use_double_wide_mlp".into(), json!(is_wide));
+        fields.insert("intermediate_size".into(), own.unwrap_or_default());
+    }
+    if let Ok(shape) = weights.shape("per_layer_token_embd.weight") {
+        fields.insert("vocab_size_per_layer_input".into(), json!(shape.first()));
     }
     if let Some(count) = fields.remove("num_local_experts").filter(|count| *count != json!(0)) {
         fields.insert("num_experts".into(), count);

@@ -470,6 +470,9 @@ pub(crate) fn renamed(name: &str, config: &Config, has_gates: bool) -> String {
     if let Some((_, hub)) = TENSORS.iter().find(|(gguf, _)| *gguf == name) {
         return (*hub).to_owned();
     }
+    if let Some(name) = gemma4::of_model(name) {
+        return name;
+    }
     let parts: Vec<&str> = name.split('.').collect();
     if let ["blk", layer, rest @ ..] = &parts[..]
         && let Some(name) = delta_net::renamed(layer, rest, config)

@@ -70,7 +70,7 @@ impl ServeOptions {
         );
         let tp = (ranks / stages.max(1) / cp / self.held.ep.max(1)).max(1);
         let dtype = self.held.cache.unwrap_or(self.held.dtype);
-        let of_text = memory::cache_bytes(config, dtype, [1, room], [tp, cp]);
+        let of_text = memory::cache_bytes(config, dtype, [1, room], [tp, stages, cp]);
         let fitting = self.memory.map_or(usize::MAX, |memory| memory / of_text.max(1));
         ensure!(
             fitting > 0,

@@ -9,6 +9,7 @@ use candle_dist::ClipGradNorm;
 use candle_shard::nn::{AdamW, Parameters};
 
 use crate::config::Config;
+use crate::config::tensors::LAYER_EMBEDDINGS;
 
 /// The floating-point operations that a token takes in a training step: 6 for each parameter that computes, and
 /// `12 * layers * width * tokens` for the attention to a sequence of so many tokens, as in the paper of PaLM.
@@ -26,7 +27,10 @@ use crate::config::Config;
 /// assert_eq!(flops_per_token(&config, 128), (6 * computes + attention) as f64);
 /// ```
 pub fn flops_per_token(config: &Config, seq_len: usize) -> f64 {
-    let computes = |name: &str| config.tie_word_embeddings || !name.starts_with("model.embed_tokens.");
+    let computes = |name: &str| match name.strip_suffix(".weight") {
+        Some("model.embed_tokens") => config.tie_word_embeddings,
+        module => module != Some(LAYER_EMBEDDINGS[0]),
+    };
     let tensors = config.tensors();
     let active = tensors.iter().filter(|(name, _)| computes(name));
     let parameters: usize = active.map(|(name, shape)| config.active(name, shape)).sum();

@@ -47,7 +47,7 @@ pub use dropout::Dropout;
 pub use embedding::{Embedding, EmbeddingBag};
 pub use fused_qkv::{FusedQkv, Heads};
 pub use group_norm::{GroupNorm, group_norm};
-pub use kv_cache::{KvCache, LatentCache, RotatingKvCache, TextCache, TextTokens};
+pub use kv_cache::{KvCache, LatentCache, RotatingKvCache, TextCache, TextKv, TextTokens};
 pub use latent::{LatentHeads, LatentProjection};
 pub use linear::Linear;
 pub use lora::{ActiveAdapters, AdapterWeight, RowAdapters};

@@ -13,7 +13,7 @@ mod whole;
 use crate::DTensor;
 use crate::autograd::shared;
 use crate::layout::{Axes, Placement, axes_of};
-use crate::{Result, explain};
+use crate::{Error, Result, explain};
 use candle_dist::ProcessGroup;
 use candle_dist::backend::called_from;
 use candle_dist::functional::Step;
@@ -35,6 +35,56 @@ impl DTensor {
     pub fn redistribute(&self, placements: &[Placement]) -> Result<Self> {
         self.spec().derive(placements, self.dims())?;
         let targets = placements.iter().map(|&p| Target::from(p)).collect::<Targets>();
+        called_from(Location::caller(), || self.to_targets(&targets, 0))
+    }
+
+    /// Redistributes the tensor to the layout of `other`, whose dim `dim` has a multiple of its elements: each rank gets those that
+    /// belong to its elements of `other`. So key heads get to the query heads that they serve.
+    ///
+    /// # Errors
+    /// If the meshes or the numbers of dims differ, the sizes of `dim` are no multiple, or a rank has a part of the elements that belong to one
+    /// of this tensor; if other dims cannot be distributed alike.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device::Cpu, Tensor};
+    /// use candle_dist::World;
+    /// use candle_shard::{DTensor, Replicate, Result, Shard};
+    ///
+    /// World::threads(2).run(|ctx| -> Result<()> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     let of = |heads: usize| Tensor::ones((1, heads, 3, 4), DType::F32, &Cpu);
+    ///     let query = DTensor::distribute(&of(6)?, &mesh, &[Shard(1)])?.narrow(1, 0, 4)?; // 3 and 1 heads
+    ///     let key = DTensor::distribute(&of(4)?, &mesh, &[Replicate])?.redistribute_with(&query, 1)?;
+    ///     assert_eq!(key.to_local().dims()[1], [3, 1][ctx.rank()]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    #[track_caller]
+    pub fn redistribute_with(&self, other: &Self, dim: usize) -> Result<Self> {
+        const OP: &str = "redistribute_with";
+        let wrong = || {
+            let (own, of) = (self.spec(), other.spec());
+            let want =
+                "expected tensors of a mesh, and parts of a multiple of its elements that end between these";
+            Error::op(OP, format!("{own} with dim {dim} of {of}: {want}"))
+        };
+        let sizes = (self.dims().get(dim), other.dims().get(dim));
+        let fits = self.mesh() == other.mesh() && self.rank() == other.rank();
+        let (Some(&own), Some(&of), true) = (sizes.0, sizes.1, fits) else { return wrong() };
+        if own == 0 || !of.is_multiple_of(own) {
+            return wrong();
+        }
+        let (mut targets, times) = (other.targets(), of / own);
+        for (axis, target) in
+            targets.iter_mut().enumerate().filter(|(_, at)| at.placement == Placement::Shard(dim))
+        {
+            let parts = &other.spec().cut(axis, dim).sizes;
+            if parts.iter().any(|size| !size.is_multiple_of(times)) {
+                return wrong();
+            }
+            *target = Target::shard(dim, &parts.iter().map(|size| size / times).collect::<Vec<_>>());
+        }
         called_from(Location::caller(), || self.to_targets(&targets, 0))
     }
 

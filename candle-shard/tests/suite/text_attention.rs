@@ -177,9 +177,21 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
                             let texts = caches.iter_mut().zip(tokens).filter(|(_, tokens)| **tokens > 0);
                             let texts = texts.map(|(cache, &tokens)| cache.text(tokens)).collect();
                             let inputs = of(&parts)?;
-                            let (got, sent) = comm::record(|| options.of_texts(inputs.each_ref(), texts));
+                            let (got, sent) = comm::record(|| -> Result<_> {
+                                let (got, seen) = options.of_texts_seen(inputs.each_ref(), texts)?;
+                                let again = there.iter().zip(&seen).map(|(&text, seen)| TextTokens {
+                                    tokens: tokens[text],
+                                    cache: TextCache::Seen(seen),
+                                });
+                                let again = options.of_texts(inputs.each_ref(), again.collect())?;
+                                Ok((got, again))
+                            });
                             assert_eq!(sent.total(), 0, "{what}");
-                            let got = finished(got?)?.full_tensor()?;
+                            let (got, again) = got?;
+                            let got = finished(got)?.full_tensor()?;
+                            // Another layer that uses the same keys.
+                            let again = finished(again)?.full_tensor()?;
+                            assert_eq!(distance(&got, &again), 0.0, "{what}, step {step}");
                             let mut start = 0;
                             for (&text, part) in there.iter().zip(&parts) {
                                 let [q, k, v] = part;
@@ -230,6 +242,51 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
             Ok(())
         });
     }
+}
+
+#[test]
+fn what_was_seen_is_read_with_the_same_keys_and_window_alone() {
+    on_ranks(2, "seen", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let x = distribute(&values(&[1, 4, 3, DIM], 1, DType::F32), &mesh, &[Shard(1)])?;
+        let options = Attention::default().causal(true);
+        let mut cache = KvCache::new(2, 4);
+        let text = TextTokens { tokens: 3, cache: TextCache::All(&mut cache) };
+        let (_, seen) = options.of_texts_seen([&x; 3], vec![text])?;
+        let read = |options: &Attention, k: &DTensor| {
+            let text = TextTokens { tokens: 3, cache: TextCache::Seen(&seen[0]) };
+            options.of_texts([&x, k, k], vec![text])
+        };
+        read(&options, &x)?;
+        let said = read(&options.clone().window(2), &x).unwrap_err().to_string();
+        assert!(said.contains("a window of Some(2) over what was seen through None"), "{said}");
+        let said = read(&options, &x.narrow(1, 0, 2)?.redistribute(&[Shard(1)])?).unwrap_err().to_string();
+        assert!(said.contains("expected those that were seen"), "{said}");
+        assert_eq!(cache.current_seq_len(), 3);
+        Ok(())
+    });
+}
+
+#[test]
+fn key_heads_get_to_the_queries_that_they_serve() {
+    on_ranks(3, "heads", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[3])?;
+        let query = spread(&values(&[1, 4, 3, DIM], 1, DType::F64), &mesh, 2, 2, true)?;
+        let (keys, factors) =
+            (values(&[1, 2, 3, DIM], 2, DType::F64), values(&[1, 2, 3, DIM], 3, DType::F64));
+        let leaf = Leaf::new(&keys, &mesh, &[Lay::At(Replicate)])?;
+        let cut = leaf.tensor.redistribute_with(&query, 1)?;
+        assert_eq!(cut.to_local().dims()[1] * 2, query.to_local().dims()[1]);
+        let of_ranks = distribute(&factors, &mesh, &[Replicate])?.redistribute_with(&query, 1)?;
+        let grads = cut.mul(&of_ranks)?.sum_all()?.backward()?;
+        assert_eq!(distance(&cut.full_tensor()?, &keys), 0.0);
+        assert_eq!(leaf.gradient_error(&grads, &factors)?, 0.0);
+        // Of one query group a rank would have a part.
+        let halves = distribute(&values(&[1, 4, 3, DIM], 1, DType::F64), &mesh, &[Shard(1)])?;
+        let said = cut.redistribute_with(&halves, 1).unwrap_err().to_string();
+        assert!(said.contains("parts of a multiple of its elements"), "{said}");
+        Ok(())
+    });
 }
 
 #[test]

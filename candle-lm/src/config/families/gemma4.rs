@@ -1,4 +1,4 @@
-//! The family of Gemma 4, as far as its layers have keys and embeddings of their own.
+//! The family of Gemma 4.
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_nn::Activation;
@@ -8,10 +8,10 @@ use serde_json::{Map, Value, json};
 use super::{Family, FamilyDefaults, PLAIN};
 use crate::config::experts::Experts;
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
-use crate::config::fields::Plain::{False, Null, Text, Zero};
+use crate::config::fields::Plain::{False, Null, Text};
 use crate::config::fields::shortened;
-use crate::config::parts::{Norms, Parts, QkNorm};
-use crate::config::{MOST, rope};
+use crate::config::parts::{LayerEmbeddingSizes, Norms, Parts, QkNorm};
+use crate::config::{MOST, MOST_LAYERS, rope};
 
 /// Its row.
 pub(super) static FAMILIES: [Family; 1] = [Family {
@@ -23,6 +23,17 @@ pub(super) static FAMILIES: [Family; 1] = [Family {
         let hidden = fields.size("hidden_size", MOST)? as f64;
         let window = fields.size("sliding_window", MOST)?;
         let types = fields.layer_types(layers)?.context("there is no layer_types")?;
+        let is_there = |name: &str| fields.get(name).is_some_and(|value| *value != json!(0));
+        let layer_embeddings = || -> Result<_> {
+            Ok(LayerEmbeddingSizes {
+                tokens: fields.size("vocab_size_per_layer_input", MOST)?,
+                width: fields.size("hidden_size_per_layer_input", MOST)?,
+            })
+        };
+        let sharing = match is_there("num_kv_shared_layers") {
+            true => fields.size("num_kv_shared_layers", MOST_LAYERS)?,
+            false => 0,
+        };
         let (theta, scaling) = rope::read_local(fields, 10_000.0)?.unwrap_or((10_000.0, None));
         let query = fields.size("num_attention_heads", MOST)?;
         let from_keys = fields.switch("attention_k_eq_v")?;
@@ -36,6 +47,9 @@ pub(super) static FAMILIES: [Family; 1] = [Family {
             values_from_keys: from_keys,
             full_heads: Some(Heads { query, key_value: of_full.unwrap_or(heads), dim }),
             layer_scalar: true,
+            key_sources: key_sources(&types, sharing)?,
+            double_wide: fields.switch("use_double_wide_mlp")?,
+            layer_embeddings: is_there("hidden_size_per_layer_input").then(layer_embeddings).transpose()?,
             experts: fields.switch("enable_moe_block")?.then(|| Experts::gemma(fields)).transpose()?,
             names: &[("mlp.router", "router")],
             activation: Activation::GeluPytorchTanh,
@@ -58,7 +72,6 @@ const GEMMA4: [(&str, FieldRule); 20] = [
     ("final_logit_softcapping", Used),
     ("global_head_dim", Used),
     ("hidden_activation", Only(Text("gelu_pytorch_tanh"))),
-    // It is judged below.
     ("hidden_size_per_layer_input", Used),
     ("layer_types", Used),
     ("moe_intermediate_size", Used),
@@ -67,30 +80,47 @@ const GEMMA4: [(&str, FieldRule); 20] = [
     // transformers does not read it.
     ("num_local_experts", Harmless),
     ("num_global_key_value_heads", Used),
-    ("num_kv_shared_layers", Only(Zero)),
+    ("num_kv_shared_layers", Used),
     ("partial_rotary_factor", Used),
     ("sliding_window", Used),
     // It is judged below.
     ("use_bidirectional_attention", Used),
-    // Those of layers that have keys of others.
-    ("use_double_wide_mlp", Harmless),
-    // That of embeddings of layers.
-    ("vocab_size_per_layer_input", Harmless),
+    ("use_double_wide_mlp", Used),
+    ("vocab_size_per_layer_input", Used),
 ];
+
+/// The layer whose keys each of the layers uses: the last `sharing` ones those of the last layer before them with a window, or without, as
+/// they have.
+fn key_sources(has_window: &[bool], sharing: usize) -> Result<Vec<usize>> {
+    let own = has_window.len().saturating_sub(sharing);
+    let source = |layer: usize| match layer < own {
+        true => Some(layer),
+        false => has_window[..own].iter().rposition(|has| *has == has_window[layer]),
+    };
+    (0..has_window.len())
+        .map(|layer| {
+            source(layer).with_context(|| {
+                format!(
+                    "num_kv_shared_layers is {sharing}, and no layer before has keys for layer {layer}, which {} a window",
+                    if has_window[layer] { "has" } else { "is without" }
+                )
+            })
+        })
+        .collect()
+}
 
 /// The fields of a config with those that it leaves out, and with the heads of layers without a window, which newer files have layer by layer,
 /// under the names of older ones.
 ///
 /// # Errors
-/// If layers have embeddings of their own, tokens see later ones, or heads are unlike in another way.
+/// If tokens see later ones, or heads are unlike in another way.
 pub(super) fn plain(mut fields: Map<String, Value>) -> Result<Map<String, Value>> {
-    let width = fields.get("hidden_size_per_layer_input").filter(|width| !width.is_null());
-    let width = width.cloned().unwrap_or(json!(256));
-    ensure!(
-        width == json!(0),
-        "hidden_size_per_layer_input is {}: models with embeddings of each layer are not supported in the family gemma4_text",
-        shortened(&width)
-    );
+    for (name, absent) in [("hidden_size_per_layer_input", 256), ("vocab_size_per_layer_input", 262_144)] {
+        let value = fields.entry(name).or_insert(Value::Null);
+        if value.is_null() {
+            *value = json!(absent);
+        }
+    }
     match fields.get("use_bidirectional_attention").and_then(Value::as_str) {
         // Only those of images do.
         None | Some("vision") => {}

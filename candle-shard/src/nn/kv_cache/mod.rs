@@ -6,7 +6,7 @@ use crate::{DTensor, Error, Result};
 use candle_core::{D, DType, Device, Tensor};
 use candle_nn::kv_cache;
 use layout::CacheLayout;
-pub use texts::{TextCache, TextTokens};
+pub use texts::{TextCache, TextKv, TextTokens};
 
 /// The keys and values of all tokens so far. Each rank holds its heads or its part of the batch. It is candle-nn's
 /// `KvCache` for [`DTensor`]s.

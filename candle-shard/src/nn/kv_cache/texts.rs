@@ -9,7 +9,7 @@ use candle_core::Tensor;
 use candle_dist::backend::Dims;
 use itertools::Itertools;
 use smallvec::smallvec;
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 
 const OP: &str = "attention_of_texts";
 
@@ -26,6 +26,20 @@ pub enum TextCache<'a> {
     Window(&'a mut RotatingKvCache),
     /// Those of all tokens, where the first elements of a key are the value.
     Latent(&'a mut LatentCache),
+    /// Those that another layer has appended, which are the same for this one. Nothing is appended.
+    Seen(&'a TextKv),
+}
+
+/// The keys and values that the new tokens of a text see: those of the text so far, in memory of its cache where that is
+/// possible.
+#[derive(Clone, Debug)]
+pub struct TextKv {
+    /// None on a rank without heads.
+    held: Option<[Tensor; 2]>,
+    /// The layouts of new keys and values.
+    specs: [Spec; 2],
+    /// The window of the attention.
+    window: Option<usize>,
 }
 
 /// The new tokens of a text, and the cache of those before them.
@@ -72,15 +86,65 @@ impl Attention {
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     #[track_caller]
-    pub fn of_texts(
+    pub fn of_texts(&self, inputs: [&DTensor; 3], texts: Vec<TextTokens<'_>>) -> Result<DTensor> {
+        Ok(self.append_texts(inputs, texts)?.0)
+    }
+
+    /// Like [`of_texts`](Self::of_texts), and returns what the new tokens of each text have seen, for layers that have the
+    /// same keys and values: they get these with queries of their own, and [`TextCache::Seen`].
+    ///
+    /// What is returned holds until other tokens are appended.
+    ///
+    /// # Errors
+    /// Those of [`of_texts`](Self::of_texts).
+    ///
+    /// ```
+    /// use candle_core::{DType, Device::Cpu, Tensor};
+    /// use candle_dist::World;
+    /// use candle_shard::nn::{KvCache, TextCache, TextTokens};
+    /// use candle_shard::{Attention, DTensor, Result, Shard};
+    ///
+    /// World::threads(2).run(|ctx| -> Result<()> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     let x = DTensor::distribute(&Tensor::ones((1, 2, 3, 8), DType::F32, &Cpu)?, &mesh, &[Shard(1)])?;
+    ///     let (mut cache, causal) = (KvCache::new(2, 16), Attention::default().causal(true));
+    ///     let text = TextTokens { tokens: 3, cache: TextCache::All(&mut cache) };
+    ///     let (_, seen) = causal.of_texts_seen([&x, &x, &x], vec![text])?;
+    ///     // Another layer with the same keys.
+    ///     let queries = x.affine(2.0, 0.0)?;
+    ///     let text = TextTokens { tokens: 3, cache: TextCache::Seen(&seen[0]) };
+    ///     let y = causal.of_texts([&queries, &x, &x], vec![text])?;
+    ///     assert_eq!((y.dims(), cache.current_seq_len()), (&[1, 3, 2, 8][..], 3));
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    #[track_caller]
+    pub fn of_texts_seen(
+        &self,
+        inputs: [&DTensor; 3],
+        texts: Vec<TextTokens<'_>>,
+    ) -> Result<(DTensor, Vec<TextKv>)> {
+        let (made, seen) = self.append_texts(inputs, texts)?;
+        let [_, key, value] = inputs;
+        let kept = |held| {
+            let specs = [key.spec().clone(), value.spec().clone()];
+            TextKv { held, specs, window: self.window }
+        };
+        Ok((made, seen.into_iter().map(kept).collect()))
+    }
+
+    /// The attention of texts, and the local keys and values that each sees, which a rank without heads has not.
+    #[track_caller]
+    fn append_texts(
         &self,
         [query, key, value]: [&DTensor; 3],
         texts: Vec<TextTokens<'_>>,
-    ) -> Result<DTensor> {
+    ) -> Result<(DTensor, Vec<Option<[Tensor; 2]>>)> {
         let inputs = [query, key, value];
         let [batch, tokens, heads, dim, width] = self.check_texts(inputs, &texts)?;
         let scale = Scale { factor: self.scale.unwrap_or(1.0 / (dim as f64).sqrt()), cap: self.cap };
-        let (texts, runs) = (RefCell::new(texts), Cell::new(false));
+        let (texts, seen) = (RefCell::new(texts), RefCell::new(Vec::new()));
         let op_spec = || {
             check_layouts(inputs)?;
             let of_axis = |(axis, &placement)| match placement {
@@ -94,27 +158,26 @@ impl Attention {
             OpSpec::laid(&inputs, inputs.map(DTensor::targets), &out, &[(shape, dtype)])
         };
         let made = rules::run_with(OP, &[usize::from(self.log_sums)], &inputs, &op_spec, &|x, _| {
-            runs.set(true);
             let specs = [key.spec(), value.spec()];
-            Ok(smallvec![self.run_texts(
-                [x[0].to_local(), x[1].to_local(), x[2].to_local()],
-                specs,
-                &mut texts.borrow_mut(),
-                scale
-            )?])
+            let local = [x[0].to_local(), x[1].to_local(), x[2].to_local()];
+            let (made, all) = self.run_texts(local, specs, &mut texts.borrow_mut(), scale)?;
+            *seen.borrow_mut() = all.into_iter().map(Some).collect();
+            Ok(smallvec![made])
         });
         let made = made?.remove(0);
-        if !runs.get() {
+        let (texts, seen) = (texts.into_inner(), seen.into_inner());
+        if seen.is_empty() {
             // A rank without heads counts the tokens.
-            let mut start = 0;
-            for mut text in texts.into_inner() {
+            let (mut start, count) = (0, texts.len());
+            for mut text in texts {
                 let new = [key, value].map(|x| x.to_local().narrow(TOKENS, start, text.tokens));
                 start += text.tokens;
                 let [k, v] = new;
                 text.cache.append([&k?, &v?], [key.spec(), value.spec()])?;
             }
+            return Ok((made, vec![None; count]));
         }
-        Ok(made)
+        Ok((made, seen))
     }
 
     /// Checks all that layouts do not decide, and returns the numbers of rows, tokens and heads, and the widths of keys and
@@ -160,15 +223,16 @@ impl Attention {
         Ok(sizes)
     }
 
-    /// The result `[batch, tokens, heads, v]` of local inputs, which are not empty.
+    /// The result `[batch, tokens, heads, v]` of local inputs, which are not empty, and the keys and values that each text sees.
     fn run_texts(
         &self,
         [q, k, v]: [&Tensor; 3],
         specs: [&Spec; 2],
         texts: &mut [TextTokens<'_>],
         scale: Scale,
-    ) -> Result<Tensor> {
+    ) -> Result<(Tensor, Vec<[Tensor; 2]>)> {
         let (mut made, mut singles, mut start) = (Vec::new(), Vec::<[Tensor; 2]>::new(), 0);
+        let mut seen_by_all = Vec::with_capacity(texts.len());
         let flush = |singles: &mut Vec<[Tensor; 2]>, end: usize, made: &mut Vec<Tensor>| -> Result<()> {
             if !singles.is_empty() {
                 let query = q.narrow(TOKENS, end - singles.len(), singles.len())?;
@@ -181,6 +245,7 @@ impl Attention {
             let new = [k, v].map(|x| x.narrow(TOKENS, start, *tokens));
             let [new_k, new_v] = new;
             let [keys, values] = cache.append([&new_k?, &new_v?], specs)?;
+            seen_by_all.push([keys.clone(), values.clone()]);
             let len = keys.dim(TOKENS)?;
             if *tokens == 1 && q.dim(0)? == 1 {
                 let seen = self.window.map_or(len, |window| window.min(len));
@@ -210,10 +275,11 @@ impl Attention {
             start += *tokens;
         }
         flush(&mut singles, start, &mut made)?;
-        match &made[..] {
-            [one] => Ok(one.clone()),
-            parts => Ok(Tensor::cat(parts, 1)?),
-        }
+        let made = match &made[..] {
+            [one] => one.clone(),
+            parts => Tensor::cat(parts, 1)?,
+        };
+        Ok((made, seen_by_all))
     }
 }
 
@@ -253,6 +319,7 @@ impl TextCache<'_> {
             Self::All(cache) => &cache.0.layout,
             Self::Window(cache) => &cache.0.layout,
             Self::Latent(cache) => &cache.0.layout,
+            Self::Seen(seen) => return seen.check(new, window),
         };
         if layout.dim != TOKENS {
             return Error::op(
@@ -285,6 +352,7 @@ impl TextCache<'_> {
     /// there are several new ones.
     fn append(&mut self, new: [&Tensor; 2], specs: [&Spec; 2]) -> Result<[Tensor; 2]> {
         match self {
+            Self::Seen(seen) => Ok(seen.held.clone().unwrap_or(new.map(Tensor::clone))),
             Self::All(cache) => append(&mut cache.0, new, specs, |held, [k, v]| held.append(&k, &v)),
             Self::Latent(cache) => append(&mut cache.0, new, specs, |held, [k, v]| held.append(&k, &v)),
             Self::Window(cache) => {
@@ -302,6 +370,29 @@ impl TextCache<'_> {
                 })
             }
         }
+    }
+}
+
+impl TextKv {
+    fn check(&self, new: [&DTensor; 2], window: Option<usize>) -> Result<()> {
+        if self.window != window {
+            return Error::op(
+                OP,
+                format!(
+                    "a window of {window:?} over what was seen through {:?}; expected the same",
+                    self.window
+                ),
+            );
+        }
+        let [k, v] = new.map(DTensor::spec);
+        if [k, v] != self.specs.each_ref() {
+            let [keys, values] = &self.specs;
+            return Error::op(
+                OP,
+                format!("keys {k}, values {v}: expected those that were seen, keys {keys}, values {values}"),
+            );
+        }
+        Ok(())
     }
 }
 

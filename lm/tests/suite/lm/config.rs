@@ -589,8 +589,22 @@ fn what_newer_families_do_not_compute_is_refused_by_name() {
         ("minimax m2", json!({"layernorm_mlp_beta": 3.5}), "layernorm_mlp_beta is 3.5"),
         ("qwen3 moe", json!({"qkv_bias": true}), "qkv_bias is true"),
         ("qwen3.5", json!({"output_gate_type": "sigmoid"}), "output_gate_type is \"sigmoid\""),
-        ("gemma4", json!({"num_kv_shared_layers": 2}), "num_kv_shared_layers is 2"),
-        ("gemma4", json!({"hidden_size_per_layer_input": 8}), "hidden_size_per_layer_input is 8"),
+        (
+            "gemma4",
+            json!({"num_kv_shared_layers": 4}),
+            "no layer before has keys for layer 0, which has a window",
+        ),
+        (
+            "gemma4",
+            json!({"num_kv_shared_layers": 3}),
+            "no layer before has keys for layer 1, which is without a",
+        ),
+        ("gemma4", json!({"num_kv_shared_layers": -1}), "num_kv_shared_layers is -1"),
+        (
+            "gemma4",
+            json!({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 36}),
+            "vocab_size_per_layer_input is 36, and layers have embeddings of all 37 tokens",
+        ),
         ("gemma4", json!({"use_bidirectional_attention": "all"}), "use_bidirectional_attention is \"all\""),
         ("gemma4", json!({"per_layer_config": {"0": {"head_dim": 8}}}), "per_layer_config is"),
         (

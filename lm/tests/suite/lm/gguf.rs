@@ -20,8 +20,14 @@ use crate::lm::families::{Families, Family, families, greedy, logits, stored};
 use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
-const MODULES: [(&str, &str); 58] = [
+const MODULES: [(&str, &str); 64] = [
     ("token_embd", "model.embed_tokens"),
+    ("per_layer_token_embd", "model.embed_tokens_per_layer"),
+    ("per_layer_model_proj", "model.per_layer_model_projection"),
+    ("per_layer_proj_norm", "model.per_layer_projection_norm"),
+    ("inp_gate", "per_layer_input_gate"),
+    ("proj", "per_layer_projection"),
+    ("post_norm", "post_per_layer_input_norm"),
     ("output_norm", "model.norm"),
     ("output", "lm_head"),
     ("attn_norm", "input_layernorm"),
@@ -351,7 +357,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
     }
     rope(&config, &mut metadata, &mut tensors);
     if kind == "gemma4" {
-        gemma4(&config, &mut metadata);
+        gemma4(&config, &mut metadata, &mut tensors);
     }
     if let Some(experts) = &config.parts.experts {
         metadata.push(("expert_count", Stored::U32(experts.count as u32)));
@@ -549,10 +555,24 @@ fn states(kind: &str, config: &Config, metadata: &mut Vec<(&str, Stored)>) {
 }
 
 /// What a converter writes of two widths of heads.
-fn gemma4(config: &Config, metadata: &mut Vec<(&str, Stored)>) {
+fn gemma4(config: &Config, metadata: &mut Vec<(&str, Stored)>, tensors: &mut HashMap<String, QTensor>) {
     let (full, local) = (config.parts.full_heads.unwrap(), config.heads());
-    let replaced =
-        ["attention.key_length", "attention.value_length", "attention.head_count_kv", "rope.dimension_count"];
+    let sharing: Vec<usize> =
+        (0..config.num_hidden_layers).filter(|&layer| config.parts.key_source(layer).is_some()).collect();
+    // Files have the keys that a layer does not use.
+    for layer in &sharing {
+        for name in ["attn_k", "attn_k_norm"] {
+            let unused = QTensor::quantize(&weight(name, &[4, 8]), GgmlDType::F32).unwrap();
+            tensors.insert(format!("blk.{layer}.{name}.weight"), unused);
+        }
+    }
+    let replaced = [
+        "attention.key_length",
+        "attention.value_length",
+        "attention.head_count_kv",
+        "rope.dimension_count",
+        "feed_forward_length",
+    ];
     metadata.retain(|(key, _)| !replaced.contains(key));
     for (key, dim) in [
         ("attention.key_length", full.dim),
@@ -561,14 +581,16 @@ fn gemma4(config: &Config, metadata: &mut Vec<(&str, Stored)>) {
         ("attention.key_length_swa", local.dim),
         ("attention.value_length_swa", local.dim),
         ("rope.dimension_count_swa", local.dim),
-        ("attention.shared_kv_layers", 0),
-        ("embedding_length_per_layer_input", 0),
+        ("attention.shared_kv_layers", sharing.len()),
+        ("embedding_length_per_layer_input", config.parts.layer_embeddings.map_or(0, |sizes| sizes.width)),
     ] {
         metadata.push((key, Stored::U32(dim as u32)));
     }
     let heads =
         (0..config.num_hidden_layers).map(|layer| Stored::I32(config.heads_of(layer).key_value as i32));
     metadata.push(("attention.head_count_kv", Stored::Array(heads.collect())));
+    let widths = (0..config.num_hidden_layers).map(|layer| Stored::I32(config.inner_of(layer) as i32));
+    metadata.push(("feed_forward_length", Stored::Array(widths.collect())));
     metadata.push(("rope.freq_base_swa", Stored::F32(config.parts.local_rope.as_ref().unwrap().0 as f32)));
 }
 

@@ -74,7 +74,7 @@ fn states_are_counted_once_for_a_text_however_long_it_is() {
     // Two of three layers keep two inputs of 32 channels, and one keys and values of 2 heads of 8 numbers.
     let (states, keys) = (2 * 2 * 32 * 4, |room: usize| 2 * 8 * 2 * 2 * room);
     for room in [1, 10, 1000] {
-        let bytes = memory::cache_bytes(&files.config, DType::BF16, [3, room], [1, 1]);
+        let bytes = memory::cache_bytes(&files.config, DType::BF16, [3, room], [1, 1, 1]);
         assert_eq!(bytes, 3 * (states + keys(room)));
     }
     let info = Info::new(&files, 2, &ModelOptions::of(DType::F32)).unwrap();

@@ -72,9 +72,9 @@ fn configs_of_the_hub_are_understood() {
     let scale = config.parts.scores_scale.unwrap();
     assert!((scale - (0.1 * 40f64.ln() + 1.0).powi(2) / 192f64.sqrt()).abs() < 1e-12, "{scale}");
     // 61 layers of 576 numbers, on each of 8 ranks.
-    assert_eq!(cache_bytes(&config, DType::BF16, [1, 1], [1, 1]), 61 * 576 * 2);
-    assert_eq!(cache_bytes(&config, DType::BF16, [3, 100], [8, 1]), 61 * 576 * 2 * 8 * 300);
-    assert_eq!(cache_bytes(&config, DType::F32, [1, 100], [2, 3]), 61 * 576 * 4 * 2 * 34);
+    assert_eq!(cache_bytes(&config, DType::BF16, [1, 1], [1, 1, 1]), 61 * 576 * 2);
+    assert_eq!(cache_bytes(&config, DType::BF16, [3, 100], [8, 1, 1]), 61 * 576 * 2 * 8 * 300);
+    assert_eq!(cache_bytes(&config, DType::F32, [1, 100], [2, 1, 3]), 61 * 576 * 4 * 2 * 34);
 
     let kimi = json!({
         "model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "n_routed_experts": 384, "num_attention_heads": 64,

@@ -90,7 +90,8 @@ fn states_of_one_group_have_copies_of_what_it_reads_and_writes() {
             .count();
         let heads = config.heads();
         let keys = if heads.key_value < tp { heads.query } else { heads.key_value };
-        memory::cache_bytes(&config, DType::F32, [1, 10], [tp, 1]) - attention * 2 * keys * heads.dim * 10 * 4
+        memory::cache_bytes(&config, DType::F32, [1, 10], [tp, 1, 1])
+            - attention * 2 * keys * heads.dim * 10 * 4
     };
     // 5 heads of 16 inputs with states of 6: three inputs of 80 channels and of 2 · 6 on each rank.
     let of_rank = |tp: usize| 4 * (3 * (80 + 12 * tp) + 80 * 6);

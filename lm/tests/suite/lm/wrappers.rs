@@ -226,7 +226,7 @@ fn configs_of_gemma_4_are_understood() {
         (config.family, config.ends(), config.parts.logits_cap, config.has_images),
         ("gemma4_text", &[1, 106][..], Some(30.0), true)
     );
-    let bytes = |room| cache_bytes(&config, DType::BF16, [1, room], [1, 1]);
+    let bytes = |room| cache_bytes(&config, DType::BF16, [1, room], [1, 1, 1]);
     assert_eq!(bytes(1000), (10 * 8 + 50 * 16) * 1024 * 1000);
     assert_eq!(bytes(4096), 10 * 8 * 1024 * 4096 + 50 * 16 * 1024 * 1024);
     let with = |name: &str, value: Value| {
@@ -234,9 +234,47 @@ fn configs_of_gemma_4_are_understood() {
         whole["text_config"][name] = value;
         format!("{:#}", Config::parse(&whole.to_string()).unwrap_err())
     };
-    // That of the smaller models, with keys of other layers.
-    assert!(with("hidden_size_per_layer_input", json!(256)).contains("embeddings of each layer"));
-    assert!(with("hidden_size_per_layer_input", Value::Null).contains("hidden_size_per_layer_input is 256"));
-    assert!(with("num_kv_shared_layers", json!(18)).contains("num_kv_shared_layers is 18"));
+    assert!(with("num_kv_shared_layers", json!(60)).contains("num_kv_shared_layers is 60"));
     assert!(with("num_global_key_value_heads", json!(5)).contains("num_global_key_value_heads 5"));
+}
+
+#[test]
+fn configs_of_the_smaller_gemma_4_are_understood() {
+    let types: Vec<&str> = (1..=35)
+        .map(|layer: usize| if layer.is_multiple_of(5) { "full_attention" } else { "sliding_attention" })
+        .collect();
+    let text = json!({
+        "attention_k_eq_v": false, "enable_moe_block": false, "final_logit_softcapping": 30.0, "global_head_dim": 512,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1536, "hidden_size_per_layer_input": 256,
+        "intermediate_size": 6144, "layer_types": types, "max_position_embeddings": 131_072, "model_type": "gemma4_text",
+        "num_attention_heads": 8, "num_global_key_value_heads": null, "num_hidden_layers": 35, "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20, "rms_norm_eps": 1e-6, "sliding_window": 512, "use_double_wide_mlp": true,
+        "vocab_size": 262_144, "vocab_size_per_layer_input": 262_144,
+    });
+    let whole = json!({
+        "architectures": ["Gemma4ForConditionalGeneration"], "audio_config": {"model_type": "gemma4_audio"},
+        "audio_token_id": 258_881, "eos_token_id": [1, 106], "image_token_id": 258_880, "model_type": "gemma4",
+        "text_config": text, "tie_word_embeddings": true, "vision_config": {"model_type": "gemma4_vision"},
+    });
+    let config = Config::parse(&whole.to_string()).unwrap();
+    let parts = &config.parts;
+    assert_eq!(
+        (parts.key_source(14), parts.key_source(15), parts.key_source(34)),
+        (None, Some(13), Some(14))
+    );
+    assert_eq!(
+        (parts.is_key_source(12), parts.is_key_source(13), parts.is_key_source(14)),
+        (false, true, true)
+    );
+    assert_eq!((config.inner_of(14), config.inner_of(15)), (6144, 12288));
+    let shapes: BTreeMap<String, Vec<usize>> = config.tensors().into_iter().collect();
+    assert_eq!(shapes["model.embed_tokens_per_layer.weight"], [262_144, 35 * 256]);
+    assert_eq!(shapes["model.layers.34.self_attn.q_proj.weight"], [8 * 512, 1536]);
+    assert!(!shapes.contains_key("model.layers.15.self_attn.k_proj.weight"));
+    // Half of them are the embeddings of layers.
+    assert_eq!(config.parameters(), 4_628_569_379);
+    // Three layers without a window and 12 with one keep something; a stage by itself keeps copies.
+    let bytes = |stages| cache_bytes(&config, DType::BF16, [1, 4096], [1, stages, 1]);
+    assert_eq!(bytes(1), 2 * 2 * (3 * 512 * 4096 + 12 * 256 * 512));
+    assert_eq!(bytes(2), 2 * 2 * (7 * 512 * 4096 + 28 * 256 * 512));
 }
