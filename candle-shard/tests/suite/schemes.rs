@@ -29,6 +29,14 @@ fn cases() -> Vec<(&'static str, Value)> {
         ("fp8_tensor", json!({"quant_method": "fp8"})),
         ("fp8_tensor", json!({"quant_method": "modelopt", "quant_algo": "FP8"})),
         ("fp8_tensor", json!({"producer": {"name": "modelopt"}, "quant_algo": "MIXED_PRECISION"})),
+        ("mlx", json!({"bits": 4, "group_size": 64})),
+        (
+            "mlx_eight",
+            json!({
+                "bits": 4, "group_size": 64, "mode": "affine", "layer": {"bits": 8, "group_size": 32},
+                "other": {"bits": 8, "group_size": 32},
+            }),
+        ),
         ("float_channel", json!({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})),
         ("nvfp4", json!({"quant_method": "modelopt", "quant_algo": "NVFP4"})),
         (
