@@ -341,7 +341,7 @@ fn has_no_file(fact: &Fact) -> bool {
 #[test]
 fn merged_models_and_adapters_in_gguf_files_have_the_logits_of_peft() {
     let facts = facts();
-    let (mut merged, mut exported) = (0, 0);
+    let (mut merged, mut exported, mut stacked) = (0, 0, 0);
     for fact in facts.models.iter().filter(|fact| !is_refused(fact)) {
         let (place, folder) = place(&facts, fact);
         let model = place.path("model");
@@ -374,6 +374,16 @@ fn merged_models_and_adapters_in_gguf_files_have_the_logits_of_peft() {
             adapter::merge_gguf(&of_gguf, &folder, &from_gguf, None).unwrap();
             assert_logits(&Files::open(&from_gguf).unwrap(), fact, 1, "merged from a GGUF file");
         }
+        let together = place.path("together.gguf");
+        if changes_experts(fact) && crate::lm::gguf::write_together(&base, &together) > 0 {
+            let of_stacks = Files::open(&together).unwrap();
+            let with = of_stacks.clone().with_adapter("one", &folder).unwrap();
+            assert_logits(&with, fact, 2, "on gates and ups in one tensor");
+            let from_stacks = place.path("from_stacks.gguf");
+            adapter::merge_gguf(&of_stacks, &folder, &from_stacks, None).unwrap();
+            assert_logits(&Files::open(&from_stacks).unwrap(), fact, 1, "merged into gates and ups");
+            stacked += 1;
+        }
         let own = place.path("adapter.gguf");
         let written = adapter::export_gguf(&files, &folder, &own);
         assert_eq!(written.is_err(), has_no_file(fact), "{}: {written:?}", fact.case);
@@ -385,7 +395,8 @@ fn merged_models_and_adapters_in_gguf_files_have_the_logits_of_peft() {
             exported += 1;
         }
     }
-    assert!(merged > 40 && exported > 15, "{merged} merged, {exported} exported");
+    let counts = format!("{merged} merged, {exported} exported, {stacked} with gates and ups in one tensor");
+    assert!(merged > 40 && exported > 15 && stacked >= 3, "{counts}");
 }
 
 #[test]
@@ -574,6 +585,22 @@ fn an_adapter_of_a_gguf_file_goes_on_where_the_file_is_now() {
     assert!(refused.contains("--model"), "{refused}");
     let last = place.losses("--resume @saved --tp 2 --model @moved.gguf");
     assert_near(last[0], all[2], "with the file elsewhere");
+}
+
+#[test]
+fn an_adapter_that_would_fit_no_folder_is_not_trained_on_a_gguf_file() {
+    let place = families::place_of("qwen3 next", &Map::new());
+    let base = place.path("base.gguf");
+    let config = fs::read_to_string(place.path("model/config.json")).unwrap();
+    crate::lm::gguf::write(&base, &serde_json::from_str(&config).unwrap(), GgmlDType::F32);
+    let flags = format!("{RECIPE} --steps 1 --tp 1 --model @base.gguf");
+    for targets in ["", ",targets=in_proj_z", ",targets=q_proj+in_proj_a"] {
+        let said = format!("{:#}", place.open(&format!("{flags} --lora r=2{targets}")).unwrap_err());
+        assert!(said.contains("in_proj_qkvz") && said.contains("folder"), "{targets}: {said}");
+    }
+    place.losses(&format!("{flags} --lora r=2,targets=q_proj+out_proj --save @saved"));
+    let saved = place.path("saved/step-00000001");
+    Files::open(&place.path("model")).unwrap().with_adapter("one", &saved).unwrap();
 }
 
 #[test]
