@@ -230,9 +230,12 @@ fn adapters_have_the_loss_the_gradients_and_the_step_of_peft_on_every_mesh() {
                 ],
                 false => &["--tp 1", "--tp 2"],
             };
-        meshes.iter().for_each(|mesh| agrees(&place, &folder, fact, mesh));
+        let has_states = Files::open(&place.path("model")).unwrap().config.is_recurrent();
+        let meshes = meshes.iter().filter(|mesh| !(has_states && mesh.contains("--cp")));
+        meshes.for_each(|mesh| agrees(&place, &folder, fact, mesh));
         let of_experts = ["--tp 3", "--ep 2", "--tp 2 --ep 2 --dp 2", "--tp 1 --ep 2 --cp 2 --recompute"];
-        let of_experts = of_experts.iter().filter(|_| changes_experts(fact));
+        let of_experts =
+            of_experts.iter().filter(|mesh| changes_experts(fact) && !(has_states && mesh.contains("--cp")));
         of_experts.for_each(|mesh| agrees(&place, &folder, fact, mesh));
     }
 }
