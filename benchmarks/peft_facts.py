@@ -50,7 +50,7 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 KINDS = {
     "lfm2": dict(target_modules=["in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2", "w3"]),
     "qwen3.5": dict(target_modules=DELTA + LINEARS),
-    "qwen3 next": dict(target_modules=["in_proj_qkvz", "in_proj_ba", "out_proj"] + LINEARS),
+    "qwen3 next": dict(target_modules=["in_proj_qkvz", "in_proj_ba", "out_proj"] + ATTENTION),
     "qwen3.5 moe": dict(target_modules=DELTA + ATTENTION, target_parameters=STACKED),
     "deepseek v3": dict(target_modules=LATENT),
     "deepseek v3 mixture": dict(target_modules=LATENT, target_parameters=STACKED),
