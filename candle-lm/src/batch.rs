@@ -4,7 +4,6 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use candle_dist::RankContext;
-use candle_shard::nn::RowAdapters;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
@@ -12,7 +11,7 @@ use crate::engine::{Engine, ModelOptions, Purpose};
 use crate::files::Files;
 use crate::generate::Stop;
 use crate::sample::{Sampler, Sampling};
-use crate::scheduler::{NewText, Scheduler};
+use crate::scheduler::{Scheduler, SlotText};
 use crate::tokens;
 use crate::writing::TextWriter;
 
@@ -151,13 +150,7 @@ pub fn run(
         {
             let sampler = Sampler::of_place(batch.sampling, place);
             let carried = (place, TextWriter::new(prompt, *most, room, sampler));
-            scheduler.admit(NewText {
-                prompt: prompt.clone(),
-                salt: 0,
-                adapters: RowAdapters::All,
-                wants_all: false,
-                carried,
-            });
+            scheduler.admit(SlotText::new(prompt.clone(), carried));
         }
         // All ranks have the same logits, and decide alike.
         let plan = scheduler.plan();

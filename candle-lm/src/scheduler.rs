@@ -42,31 +42,39 @@ struct CacheSlot<T> {
 
 /// A text that is being read or written.
 #[derive(Debug)]
-struct SlotText<T> {
-    /// The prompt, and what was written.
+pub(crate) struct SlotText<T> {
+    /// The prompt, which is not empty, and what was written: as many tokens as fit into a slot.
     tokens: Vec<u32>,
-    prompt: usize,
-    salt: u64,
-    adapters: RowAdapters,
-    wants_all: bool,
-    /// The tokens of the prompt that were not computed; `None` until the first of the others are.
-    reused: Option<usize>,
-    admitted: u64,
-    carried: T,
-}
-
-/// A text that is admitted.
-#[derive(Debug)]
-pub(crate) struct NewText<T> {
-    /// Its prompt, which is not empty and fits into a slot.
-    pub(crate) prompt: Vec<u32>,
+    /// How many of them are the prompt.
+    pub(crate) prompt: usize,
     /// Texts of unlike salts share nothing.
     pub(crate) salt: u64,
     /// Nor do those of unlike adapters, whose keys and values differ.
     pub(crate) adapters: RowAdapters,
     /// Whether the logits of all of the prompt's tokens are wanted.
     pub(crate) wants_all: bool,
+    /// The tokens of the prompt that were not computed; `None` until the first of the others are.
+    reused: Option<usize>,
+    /// When it was admitted.
+    admitted: u64,
     pub(crate) carried: T,
+}
+
+impl<T> SlotText<T> {
+    /// A text that begins with a prompt, and shares it with all others.
+    pub(crate) fn new(mut prompt: Vec<u32>, carried: T) -> Self {
+        prompt.shrink_to_fit();
+        Self {
+            prompt: prompt.len(),
+            tokens: prompt,
+            salt: 0,
+            adapters: RowAdapters::All,
+            wants_all: false,
+            reused: None,
+            admitted: 0,
+            carried,
+        }
+    }
 }
 
 /// What a pass computes.
@@ -122,10 +130,11 @@ impl<T> Scheduler<T> {
         self.slots.iter().map(|slot| slot.cached.len()).sum()
     }
 
-    /// The slots that have texts, and what these carry.
-    pub(crate) fn texts(&self) -> impl Iterator<Item = (usize, &T)> {
-        let texts = self.slots.iter().map(|slot| slot.text.as_ref());
-        texts.enumerate().filter_map(|(at, text)| Some((at, &text?.carried)))
+    /// The tokens of all texts with this one, but for those of its prompt that a slot has.
+    pub(crate) fn load_with(&self, new: &SlotText<T>) -> usize {
+        let known = self.slots.iter().map(|slot| self.common(slot, slot.cached.len(), new, false));
+        let texts = self.slots.iter().filter_map(|slot| Some(slot.text.as_ref()?.tokens.len()));
+        texts.sum::<usize>() + new.prompt - known.max().unwrap_or(0)
     }
 
     /// What the text in a slot carries, and how many tokens of its prompt were not computed.
@@ -134,19 +143,8 @@ impl<T> Scheduler<T> {
         Some((&mut text.carried, text.reused.unwrap_or(0)))
     }
 
-    /// Gives a text a free slot; hands it back if there is none.
-    pub(crate) fn admit(&mut self, new: NewText<T>) -> Option<NewText<T>> {
-        let NewText { prompt, salt, adapters, wants_all, carried } = new;
-        let mut text = SlotText {
-            prompt: prompt.len(),
-            tokens: prompt,
-            salt,
-            adapters,
-            wants_all,
-            reused: None,
-            admitted: self.turn,
-            carried,
-        };
+    /// Gives a text a free slot, if there is one.
+    pub(crate) fn admit(&mut self, mut text: SlotText<T>) {
         let free = |slot: &&CacheSlot<T>| slot.text.is_none();
         // A slot is taken for what it has if the text begins with most of that. Otherwise the one that was
         // used longest ago is, so that what others have stays; the tokens in common are copied.
@@ -157,14 +155,11 @@ impl<T> Scheduler<T> {
         let all = || self.slots.iter().enumerate().filter(|(_, slot)| free(slot));
         let best = all().filter_map(shared).max_by_key(|&(common, at)| (common, usize::MAX - at));
         let oldest = || all().min_by_key(|(_, slot)| (!slot.cached.is_empty(), slot.last_used));
-        let Some(at) = best.map(|(_, at)| at).or_else(|| oldest().map(|(at, _)| at)) else {
-            let SlotText { tokens: prompt, salt, adapters, wants_all, carried, .. } = text;
-            return Some(NewText { prompt, salt, adapters, wants_all, carried });
-        };
-        text.tokens.shrink_to_fit();
-        self.turn += 1;
-        self.slots[at].text = Some(text);
-        None
+        if let Some(at) = best.map(|(_, at)| at).or_else(|| oldest().map(|(at, _)| at)) {
+            text.admitted = self.turn;
+            self.turn += 1;
+            self.slots[at].text = Some(text);
+        }
     }
 
     /// Adds the token that follows the text in a slot.
@@ -187,6 +182,13 @@ impl<T> Scheduler<T> {
             }
         }
         Some(text.carried)
+    }
+
+    /// Ends the texts for which `ends` says so, and returns how many there were.
+    pub(crate) fn end_where(&mut self, is_sound: bool, ends: impl Fn(&T) -> bool) -> usize {
+        let ended = |slot: &CacheSlot<T>| slot.text.as_ref().is_some_and(|text| ends(&text.carried));
+        let ended: Vec<usize> = (0..self.slots.len()).filter(|&at| ended(&self.slots[at])).collect();
+        ended.into_iter().filter_map(|at| self.end(at, is_sound)).count()
     }
 
     /// How many of a text's first tokens the cache of a slot has as the text needs them, among its first

@@ -135,6 +135,11 @@ impl DecodeStep {
         Tensor::from_slice(&self.tokens, (1, self.tokens.len()), device)
     }
 
+    /// The rows of logits that are wanted.
+    pub(crate) fn wanted(&self) -> usize {
+        self.spans.iter().map(|span| span.rows).sum()
+    }
+
     /// The rows of logits: those that are wanted, or one if none is.
     pub fn rows(&self) -> usize {
         rows(&self.spans)

@@ -19,7 +19,7 @@ pub fn check(args: &Args, files: &Files, held: &ModelOptions, cache: Option<[usi
     let ranks = args.model_ranks().max(1);
     // Machines have ranks of about equal shares.
     let here = |all: usize| (all / ranks).saturating_mul(args.ranks_here());
-    let weights = here(weight_bytes(files, held, [args.tp, args.pp])?);
+    let weights = here(weight_bytes(files, held, [args.tp, args.pp])?.saturating_mul(args.dp()));
     ensure!(
         weights <= free,
         "the weights take {} bytes on this machine, which has {} left: take a quantized file without --dequantize, a \
@@ -31,7 +31,7 @@ pub fn check(args: &Args, files: &Files, held: &ModelOptions, cache: Option<[usi
     let dtype = held.cache.unwrap_or(held.dtype);
     let cache = here(
         cache_bytes(&files.config, dtype, [texts, room], [args.tp, args.cp])
-            .saturating_mul(args.ep * args.cp),
+            .saturating_mul(args.dp() * args.ep * args.cp),
     );
     ensure!(
         weights.saturating_add(cache) <= free,

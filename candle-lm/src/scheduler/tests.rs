@@ -1,5 +1,5 @@
 //! The scheduler, against slots that only remember tokens.
-use super::{NewText, PassPlan, RowAdapters, Scheduler};
+use super::{PassPlan, RowAdapters, Scheduler, SlotText};
 use crate::config::{Config, RopeScaling};
 use crate::random_model;
 use crate::step::SlotPast;
@@ -67,16 +67,15 @@ impl Texts {
         let number = self.texts.len();
         self.texts.push((prompt.clone(), kind, length));
         let adapters = if kind % 2 == 1 { RowAdapters::One(0) } else { RowAdapters::Model };
-        let refused = self.scheduler.admit(NewText {
-            prompt,
-            salt: kind / 2,
-            adapters,
-            wants_all: false,
-            carried: number,
-        });
-        assert!(refused.is_none());
-        let (at, _) = self.scheduler.texts().find(|(_, text)| **text == number).unwrap();
+        self.scheduler.admit(SlotText { salt: kind / 2, adapters, ..SlotText::new(prompt, number) });
+        let has = |slot: &super::CacheSlot<usize>| slot.text.as_ref().is_some_and(|t| t.carried == number);
+        let at = self.scheduler.slots.iter().position(has).unwrap();
         self.of_slot[at] = Some(number);
+    }
+
+    /// The slots that have texts.
+    fn texts_now(&self) -> Vec<usize> {
+        (0..self.of_slot.len()).filter(|&at| self.scheduler.slots[at].text.is_some()).collect()
     }
 
     fn pass(&mut self, next: &mut dyn FnMut() -> u32) -> PassPlan {
@@ -128,7 +127,7 @@ fn random_texts_get_what_they_would_compute_alone() {
         let mut next = ChaCha8Rng::seed_from_u64(!seed);
         let mut next = || next.next_u32() % 2;
         let mut came = 0;
-        while came < 30 || all.scheduler.texts().count() > 0 {
+        while came < 30 || all.texts_now().len() > 0 {
             while came < 30 && all.scheduler.has_room() && below(3) > 0 {
                 // Prompts that often begin alike, or go on from what was written.
                 let from = below(1 + all.texts.len() as u32);
@@ -140,7 +139,7 @@ fn random_texts_get_what_they_would_compute_alone() {
                 all.admit(prompt, kind, length);
                 came += 1;
             }
-            let leaves = all.scheduler.texts().nth(below(5)).map(|(slot, _)| slot);
+            let leaves = all.texts_now().get(below(5)).copied();
             if let Some(slot) = leaves.filter(|_| below(9) == 0) {
                 all.scheduler.end(slot, below(2) == 0);
                 all.of_slot[slot] = None;
@@ -148,7 +147,7 @@ fn random_texts_get_what_they_would_compute_alone() {
                     continue;
                 }
             }
-            let running = all.scheduler.texts().count();
+            let running = all.texts_now().len();
             let decoding = all
                 .scheduler
                 .slots
@@ -208,7 +207,7 @@ fn few_tokens_of_prompts_are_scored_in_a_pass() {
         let mut scheduler = Scheduler::new(&config, 3, ROOM, 100);
         for (at, wants_all) in [true, true, false].into_iter().enumerate() {
             let prompt = vec![at as u32; 50];
-            scheduler.admit(NewText { prompt, salt: 0, adapters: RowAdapters::All, wants_all, carried: at });
+            scheduler.admit(SlotText { wants_all, ..SlotText::new(prompt, at) });
         }
         let mut pass = || {
             let plan = scheduler.plan();
@@ -271,6 +270,24 @@ fn windows_and_states_are_continued_whole_or_not_at_all() {
         all.admit(prompt, 0, length);
         assert_eq!(past(&mut all), SlotPast::Nothing);
     }
+}
+
+#[test]
+fn the_load_of_a_text_is_what_it_would_add() {
+    let mut all = Texts::new(&random_model::config(), 3, 100, usize::MAX);
+    let new = |prompt: Vec<u32>, salt| SlotText { salt, ..SlotText::new(prompt, 0) };
+    assert_eq!(all.scheduler.load_with(&new(vec![1; 9], 0)), 9);
+    all.admit(vec![1; 20], 0, 20);
+    all.pass(&mut || 1);
+    // The text has ended; it keeps no slot, and its prompt is known to those of its kind.
+    let loads = |all: &Texts| {
+        [0, 1].map(|salt| {
+            all.scheduler.load_with(&SlotText { adapters: RowAdapters::Model, ..new(vec![1; 12], salt) })
+        })
+    };
+    assert_eq!(loads(&all), [1, 12]);
+    all.admit(vec![7; 30], 0, 40);
+    assert_eq!(loads(&all), [31, 42]);
 }
 
 #[test]

@@ -23,6 +23,7 @@ use crate::files::Files;
 use crate::generate::Stop;
 use crate::memory;
 use crate::scheduler::{PassPlan, Scheduler};
+use crate::step::DecodeStep;
 
 /// How often rank 0 looks whether the world has failed.
 const TICK: Duration = Duration::from_millis(10);
@@ -30,11 +31,11 @@ const TICK: Duration = Duration::from_millis(10);
 /// How a model serves.
 #[derive(Clone, Debug)]
 pub struct ServeOptions {
-    /// The most texts at once.
+    /// The most texts at once, of each replica.
     pub slots: usize,
     /// The most tokens of a text, if not as many as the model takes.
     pub room: Option<usize>,
-    /// The most bytes of all texts' keys, values and states on all ranks of a layer together; there are fewer
+    /// The most bytes of all texts' keys, values and states on all ranks of a replica that share a layer; there are fewer
     /// slots then, if need be.
     pub memory: Option<usize>,
     /// The most tokens of prompts in a pass, beside one of each text that is being written. It bounds the
@@ -57,7 +58,7 @@ impl ServeOptions {
         self.room.unwrap_or(usize::MAX).min(config.longest())
     }
 
-    /// The slots for which there is memory on `ranks` ranks in `stages` stages, and their bytes.
+    /// The slots for which each replica has memory on `ranks` ranks in `stages` stages, and their bytes.
     ///
     /// # Errors
     /// If there is none for one slot, or a number is 0.
@@ -68,7 +69,7 @@ impl ServeOptions {
             "{} texts of {room} tokens: expected 1 of 2 at least",
             self.slots
         );
-        let tp = (ranks / stages.max(1) / cp / self.held.ep.max(1)).max(1);
+        let tp = (ranks / self.held.dp.max(1) / stages.max(1) / cp / self.held.ep.max(1)).max(1);
         let dtype = self.held.cache.unwrap_or(self.held.dtype);
         let of_text = memory::cache_bytes(config, dtype, [1, room], [tp, cp]);
         let fitting = self.memory.map_or(usize::MAX, |memory| memory / of_text.max(1));
@@ -103,8 +104,8 @@ pub struct ServeReport {
 /// Each request says which of the adapters of `files` its text has, if any. Texts with unlike adapters are
 /// computed in one pass.
 ///
-/// A pass of the model computes the next token of each text and a chunk of the prompts of new ones. Rank 0
-/// decides what it has, tells all ranks, and chooses the tokens. An error of one request ends it alone. If a
+/// A pass of the model computes the next token of each text and a chunk of the prompts of new ones, on each of the replicas of
+/// `options` those of its own texts. Rank 0 decides what it has, tells all ranks, and chooses the tokens. An error of one request ends it alone. If a
 /// rank fails, all requests fail with its error.
 ///
 /// # Errors
@@ -238,15 +239,15 @@ fn begin(
     let queue = queue.0.context("rank 0 gives the queue of requests")?;
     let status = ServeStatus {
         room: Some(room),
-        slots,
-        cache_bytes,
+        slots: slots * options.held.dp,
+        cache_bytes: cache_bytes * options.held.dp,
         adapters: files.adapters.len(),
         ..ServeStatus::default()
     };
     queue.open(status, config.vocab_size);
     let mut leader = Leader {
         queue,
-        scheduler: Scheduler::new(config, slots, room, options.chunk),
+        replicas: (0..options.held.dp).map(|_| Scheduler::new(config, slots, room, options.chunk)).collect(),
         mask: TokenMask::new(config.vocab_size),
         ends: &files.ends,
         room,
@@ -272,11 +273,11 @@ fn follow(ctx: &RankContext, engine: &mut Engine, report: &mut ServeReport) -> R
         match RankOrder::broadcast(None, ctx.group())? {
             RankOrder::End => return Ok(()),
             RankOrder::Wait => {}
-            RankOrder::Compute(step) => {
+            RankOrder::Compute(steps) => {
                 let began = Instant::now();
-                engine.step(&step)?;
+                engine.step_of_each(&steps)?;
                 report.passes += 1;
-                report.tokens += step.len();
+                report.tokens += steps.iter().map(DecodeStep::len).sum::<usize>();
                 report.seconds += began.elapsed().as_secs_f64();
             }
         }
@@ -286,7 +287,8 @@ fn follow(ctx: &RankContext, engine: &mut Engine, report: &mut ServeReport) -> R
 /// Rank 0, which decides.
 struct Leader<'a> {
     queue: &'a RequestQueue,
-    scheduler: Scheduler<RequestText>,
+    /// The texts of each replica.
+    replicas: Vec<Scheduler<RequestText>>,
     mask: TokenMask,
     ends: &'a BTreeSet<u32>,
     room: usize,
@@ -303,18 +305,21 @@ impl Leader<'_> {
                 self.sweep();
                 self.admit();
             }
-            let plan = self.scheduler.plan();
-            if !plan.step.is_empty() {
+            let mut plans: Vec<PassPlan> = self.replicas.iter_mut().map(Scheduler::plan).collect();
+            let steps: Vec<DecodeStep> =
+                plans.iter_mut().map(|plan| std::mem::take(&mut plan.step)).collect();
+            let tokens: usize = steps.iter().map(DecodeStep::len).sum();
+            if tokens > 0 {
                 let began = Instant::now();
-                let order = RankOrder::Compute(plan.step.clone());
-                RankOrder::broadcast(Some(order), ctx.group())?;
-                let logits = engine.step(&plan.step)?;
-                self.take(&plan, &logits)?;
+                RankOrder::broadcast(Some(RankOrder::Compute(steps.clone())), ctx.group())?;
+                if let Some(logits) = engine.step_of_each(&steps)? {
+                    self.take(&plans, &logits)?;
+                }
                 let seconds = began.elapsed().as_secs_f64();
                 report.passes += 1;
-                report.tokens += plan.step.len();
+                report.tokens += tokens;
                 report.seconds += seconds;
-                self.tell(Some((plan.prompt, seconds)));
+                self.tell(Some((plans.iter().map(|plan| plan.prompt).sum(), seconds)));
                 continue;
             }
             self.tell(None);
@@ -332,28 +337,27 @@ impl Leader<'_> {
     fn sweep(&mut self) {
         let now = Instant::now();
         self.queue.sweep(now);
-        let of_text = |(slot, text): (usize, &RequestText)| match text.is_abandoned() {
+        self.end_texts(true, |text| match text.is_abandoned() {
             false if text.is_late(now) => {
                 text.finish(if text.is_begun() { Ok(Stop::Length) } else { Err(RequestError::Deadline) });
-                Some(slot)
+                true
             }
-            is_abandoned => is_abandoned.then_some(slot),
-        };
-        let over: Vec<usize> = self.scheduler.texts().filter_map(of_text).collect();
-        for slot in over {
-            self.end(slot, true);
-        }
+            is_abandoned => is_abandoned,
+        });
     }
 
-    /// Gives free slots to requests that wait.
+    /// Gives free slots to requests that wait: those of the replica that has the least to compute and to keep with the text.
     fn admit(&mut self) {
         let now = Instant::now();
-        while self.scheduler.has_room()
+        while self.replicas.iter().any(Scheduler::has_room)
             && let Some(waiting) = self.queue.take(now)
         {
             let text = RequestText::new(waiting, self.ends, self.room);
-            let tokens = text.prompt.len() as u64;
-            self.scheduler.admit(text);
+            let tokens = text.prompt as u64;
+            let free = self.replicas.iter_mut().filter(|replica| replica.has_room());
+            if let Some(replica) = free.min_by_key(|replica| replica.load_with(&text)) {
+                replica.admit(text);
+            }
             let count = |status: &mut ServeStatus| {
                 status.running += 1;
                 status.prompt_tokens += tokens;
@@ -362,57 +366,70 @@ impl Leader<'_> {
         }
     }
 
-    /// Takes the logits of a pass.
-    fn take(&mut self, plan: &PassPlan, logits: &Tensor) -> Result<()> {
-        if plan.rows.is_empty() {
+    /// Takes the logits of a pass, one replica's behind another's.
+    fn take(&mut self, plans: &[PassPlan], logits: &Tensor) -> Result<()> {
+        if plans.iter().all(|plan| plan.rows.is_empty()) {
             return Ok(());
         }
         let (_, width) = logits.dims2()?;
         let logits = logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        let mut rest = &logits[..];
+        for (replica, plan) in plans.iter().enumerate() {
+            let count = plan.rows.iter().map(|rows| rows.rows).sum::<usize>() * width;
+            let (own, others) = rest.split_at_checked(count).context("too few logits for a pass")?;
+            rest = others;
+            self.take_of(replica, plan, own, width)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the logits of a replica.
+    fn take_of(&mut self, replica: usize, plan: &PassPlan, logits: &[f32], width: usize) -> Result<()> {
+        let scheduler = &mut self.replicas[replica];
         for rows in &plan.rows {
-            let Some((text, reused)) = self.scheduler.text(rows.slot) else { continue };
+            let Some((text, reused)) = scheduler.text(rows.slot) else { continue };
             let own = logits.get(rows.first * width..(rows.first + rows.rows) * width).unwrap_or_default();
             let before = (text.is_begun(), text.written());
             let progress = text.advance(own, width, rows.is_next, reused, &mut self.mask);
             let reused = if text.is_begun() && !before.0 { reused as u64 } else { 0 };
             let written = (text.written() - before.1) as u64;
+            let ended = matches!(progress, TextProgress::Ended { .. });
+            match progress {
+                TextProgress::Reading => {}
+                TextProgress::Wrote(token) => scheduler.write(rows.slot, token),
+                TextProgress::Ended { is_sound } => drop(scheduler.end(rows.slot, is_sound)),
+            }
             let count = |status: &mut ServeStatus| {
                 status.reused_tokens += reused;
                 status.written_tokens += written;
+                status.running -= usize::from(ended).min(status.running);
+                status.ended += u64::from(ended);
             };
             self.queue.tell(count, None);
-            match progress {
-                TextProgress::Reading => {}
-                TextProgress::Wrote(token) => self.scheduler.write(rows.slot, token),
-                TextProgress::Ended { is_sound } => self.end(rows.slot, is_sound),
-            }
         }
         Ok(())
     }
 
-    fn end(&mut self, slot: usize, is_sound: bool) {
-        if self.scheduler.end(slot, is_sound).is_some() {
-            let count = |status: &mut ServeStatus| {
-                status.running = status.running.saturating_sub(1);
-                status.ended += 1;
-            };
-            self.queue.tell(count, None);
-        }
+    /// Ends the texts for which `ends` says so.
+    fn end_texts(&mut self, is_sound: bool, ends: impl Fn(&RequestText) -> bool) {
+        let ended: usize = self.replicas.iter_mut().map(|replica| replica.end_where(is_sound, &ends)).sum();
+        let count = |status: &mut ServeStatus| {
+            status.running = status.running.saturating_sub(ended);
+            status.ended += ended as u64;
+        };
+        self.queue.tell(count, None);
     }
 
     /// Ends all texts with an error.
     fn fail(&mut self, error: &RequestError) {
-        let all: Vec<usize> = self.scheduler.texts().map(|(slot, _)| slot).collect();
-        for slot in all {
-            if let Some((text, _)) = self.scheduler.text(slot) {
-                text.finish(Err(error.clone()));
-            }
-            self.end(slot, false);
-        }
+        self.end_texts(false, |text| {
+            text.finish(Err(error.clone()));
+            true
+        });
     }
 
     fn tell(&self, pass: Option<(usize, f64)>) {
-        let cached = self.scheduler.cached();
+        let cached = self.replicas.iter().map(Scheduler::cached).sum();
         let told = |status: &mut ServeStatus| {
             status.cached_tokens = cached;
             status.passes += u64::from(pass.is_some());

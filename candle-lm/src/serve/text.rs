@@ -12,7 +12,7 @@ use super::request::{RequestError, ServeRequest, TokenConstraint, TokenLogprob, 
 use super::stream::{EventSender, TokenEvent};
 use crate::generate::Stop;
 use crate::sample::Sampler;
-use crate::scheduler::NewText;
+use crate::scheduler::SlotText;
 use crate::writing::{TextWriter, top};
 
 /// The least log-probability that is told, which means "very unlikely". JSON has no infinite numbers.
@@ -56,7 +56,7 @@ impl RequestText {
         WaitingRequest { request, events }: WaitingRequest,
         ends: &BTreeSet<u32>,
         room: usize,
-    ) -> NewText<Self> {
+    ) -> SlotText<Self> {
         let ServeRequest { prompt, max_tokens, sampling, prompt_logprobs: wants_all, .. } = request;
         let mut all = request.stop_tokens;
         if !request.ignore_eos {
@@ -76,7 +76,9 @@ impl RequestText {
             prompt_logprobs: Vec::new(),
         };
         let adapters = request.adapter.map_or(RowAdapters::Model, RowAdapters::One);
-        NewText { prompt, salt: request.cache_salt, adapters, wants_all, carried }
+        let mut text = SlotText::new(prompt, carried);
+        (text.salt, text.adapters, text.wants_all) = (request.cache_salt, adapters, wants_all);
+        text
     }
 
     /// Whether nobody reads what is written.
