@@ -52,6 +52,8 @@ FAMILIES = [(case, case, {}, dict(target_modules=LINEARS, **SHARES.get(case, {})
     ("glm, fused", "glm", {}, dict(target_modules=FUSED)),
     ("mixtral, experts", "mixtral", {}, dict(target_modules=ATTENTION + ["w1", "w2", "w3"])),
     ("mixtral, stacked experts alone", "mixtral", {}, dict(target_modules=[], target_parameters=STACKED)),
+    ("granite moe, experts", "granite moe", {}, dict(target_modules=ATTENTION, target_parameters=STACKED)),
+    ("lfm2 moe, experts", "lfm2 moe", {}, dict(target_modules=["q_proj", "out_proj"], target_parameters=STACKED)),
     ("mixtral, all-linear", "mixtral", {}, dict(target_modules="all-linear")),
     ("qwen3 moe, attention", "qwen3 moe", {}, dict(target_modules=ATTENTION)),
     ("qwen3 moe, all-linear", "qwen3 moe", {}, dict(target_modules="all-linear")),

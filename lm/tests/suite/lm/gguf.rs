@@ -842,7 +842,7 @@ fn projections_of_key_heads_in_one_tensor_are_those_that_are_apart() {
 }
 
 /// Writes a file whose gates and ups of all experts of a layer are one tensor, as a converter does if it is asked to.
-fn write_together(from: &Path, to: &Path) -> usize {
+pub(crate) fn write_together(from: &Path, to: &Path) -> usize {
     let mut reader = fs::File::open(from).unwrap();
     let content = gguf_file::Content::read(&mut reader).unwrap();
     let mut read = |name: &str| content.tensor(&mut reader, name, &Device::Cpu).unwrap();
