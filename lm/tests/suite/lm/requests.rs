@@ -643,7 +643,7 @@ fn texts_that_lose_their_memory_are_those_of_texts_that_do_not() {
                     logprobs: Some(0),
                     ..ServeRequest::new(vec![seed as u32; 3], 40)
                 };
-                let mut streams: Vec<_> = (0..5).map(|seed| queue.submit(request(seed)).unwrap()).collect();
+                let mut streams = queue.submit_all((0..5).map(request).collect()).unwrap();
                 let texts: Vec<_> = streams.iter_mut().map(read).collect();
                 (texts, queue.status().preemptions)
             })
@@ -662,11 +662,14 @@ fn texts_that_wait_for_memory_have_deadlines_and_can_be_cancelled() {
     let of_text = 2 * 2 * 8 * 2 * 4 * ROOM;
     let tight = ServeOptions { memory: Some(of_text), block: 1, ..options(3, 8) };
     with_llama(1, tight, QueueLimits::default(), |queue| {
-        let mut first = queue.submit(slow(&[1; 4], 44)).unwrap();
-        // A token takes 5 ms at least: it has fewer then.
+        // A token takes 5 ms at least, so the second text has fewer at its deadline.
         let deadline = Some(Instant::now() + Duration::from_millis(150));
-        let mut late = queue.submit(ServeRequest { deadline, ..slow(&[2; 4], 44) }).unwrap();
-        let last = queue.submit(slow(&[3; 4], 44)).unwrap();
+        let [mut late, ends, leaves] = [2, 1, 3].map(|token| slow(&[token; 4], 44));
+        late.deadline = deadline;
+        let streams = queue.submit_all(vec![ends, late, leaves]).unwrap();
+        let Ok([mut first, mut late, last]) = <[RequestStream; 3]>::try_from(streams) else {
+            panic!("a stream for each")
+        };
         let began = Instant::now();
         while queue.status().preemptions == 0 {
             assert!(began.elapsed() < MOMENT);
