@@ -136,7 +136,7 @@ pub fn run(
     mut show: impl FnMut(BatchEvent) -> Result<bool>,
 ) -> Result<BatchOutput> {
     let (room, mut waiting) = (batch.room(&files.config), batch.requests.iter().enumerate());
-    let purpose = Purpose::Write { slots: batch.slots(), room };
+    let purpose = Purpose::Write { slots: batch.slots(), room, block: room };
     let mut engine = Engine::new(ctx, stages, files, &batch.held, purpose)?;
     show(BatchEvent::Read)?;
 
@@ -145,7 +145,7 @@ pub fn run(
     let mut texts: Vec<(Vec<u32>, Stop)> = vec![(Vec::new(), Stop::Length); batch.requests.len()];
     let mut passes = 0;
     loop {
-        while scheduler.has_room()
+        while scheduler.has_room(0)
             && let Some((place, Request { prompt, most })) = waiting.next()
         {
             let sampler = Sampler::of_place(batch.sampling, place);

@@ -73,9 +73,9 @@ impl ModelOptions {
         Ok(if self.dequantize { vb.dequantized() } else { vb }.frozen())
     }
 
-    /// Returns a cache of `room` tokens.
-    pub(crate) fn slot(&self, decoder: &Decoder, room: usize) -> Result<Cache> {
-        let cache = Cache::of(decoder.config(), room);
+    /// Returns a cache of `room` tokens, which takes memory for `block` of them at a time.
+    pub(crate) fn slot(&self, decoder: &Decoder, [room, block]: [usize; 2]) -> Result<Cache> {
+        let cache = Cache::of(decoder.config(), room).with_block(block);
         let cache = if self.cp > 1 { cache.over(decoder.mesh(), TOKEN_AXIS)? } else { cache };
         Ok(cache.with_dtype(self.cache))
     }
@@ -96,6 +96,9 @@ pub enum Purpose {
         slots: usize,
         /// The most tokens of a text.
         room: usize,
+        /// The tokens for which a text takes memory at a time. Tokens that are distributed over ranks take
+        /// all at once.
+        block: usize,
     },
     /// Scoring windows of so many tokens.
     Score {
@@ -129,11 +132,12 @@ enum EngineModel {
 }
 
 impl Engine {
-    /// Reads this rank's part of a model of `stages` stages. Every rank calls it. Each replica has as many ranks as the others, one
-    /// replica's behind another's.
+    /// Reads this rank's part of a model of `stages` stages. Every rank calls it. Each replica has as many
+    /// ranks as the others, one replica's behind another's.
     ///
     /// # Errors
-    /// If the stages and the replicas do not divide the ranks, or there are more than the model can be cut into; those of the files.
+    /// If the stages and the replicas do not divide the ranks, or there are more than the model can be cut
+    /// into; those of the files.
     pub fn new(
         ctx: &RankContext,
         stages: usize,
@@ -166,16 +170,21 @@ impl Engine {
         let all = ctx.mesh(&[&[("dp", dp), ("pp", stages)], &sizes[..]].concat())?;
         let of_replica = [&["pp"], &layer[..]].concat();
         let mesh = all.axes(&of_replica)?;
-        let (plan, longest, used, slots) = match purpose {
-            Purpose::Write { slots, room } => (
+        // Positions that are turned by the length of a text need all of its tokens at once, and adapters are
+        // those of rows.
+        let is_turned = |room| config.turns_by_length(room) || config.turns_anew(1, room);
+        let is_cut =
+            matches!(purpose, Purpose::Write { room, .. } if files.adapters.is_empty() && !is_turned(room));
+        let (plan, longest, used, (slots, block)) = match purpose {
+            Purpose::Write { slots, room, block } => (
                 Decoder::plan(config, LAYER_AXIS),
                 room,
-                DecoderPurpose::Write { slots, cache: held.cache },
-                slots,
+                DecoderPurpose::Write { slots, block, cache: held.cache, is_cut },
+                (slots, block),
             ),
             // No rank needs the logits of the whole vocabulary.
             Purpose::Score { window } => {
-                (Decoder::training_plan(config, LAYER_AXIS), window, DecoderPurpose::Score, 0)
+                (Decoder::training_plan(config, LAYER_AXIS), window, DecoderPurpose::Score, (0, window))
             }
         };
         let device = ctx.device();
@@ -183,7 +192,8 @@ impl Engine {
         let model = match stages {
             1 => {
                 let decoder = Decoder::new(config, longest, &vb)?;
-                let slots = (0..slots).map(|_| held.slot(&decoder, longest)).collect::<Result<_>>()?;
+                let slots =
+                    (0..slots).map(|_| held.slot(&decoder, [longest, block])).collect::<Result<_>>()?;
                 EngineModel::Whole(Arc::new(decoder), slots)
             }
             _ => {
@@ -216,7 +226,8 @@ impl Engine {
         })
     }
 
-    /// A decoder that was read before, and the slots of texts; `alike` are all ranks, if some compute the same logits.
+    /// A decoder that was read before, and the slots of texts; `alike` are all ranks, if some compute the
+    /// same logits.
     pub(crate) fn of(decoder: Arc<Decoder>, slots: Vec<Cache>, alike: Option<ProcessGroup>) -> Self {
         let (device, vocab_size) = (decoder.device().clone(), decoder.config().vocab_size);
         Self {
@@ -248,8 +259,8 @@ impl Engine {
         })
     }
 
-    /// The logits that are wanted of the steps of all replicas, one replica's behind another's, on rank 0; `None` on others. Each
-    /// replica computes its own step. Every rank calls it with all of them.
+    /// The logits that are wanted of the steps of all replicas, one replica's behind another's, on rank 0;
+    /// `None` on others. Each replica computes its own step. Every rank calls it with all of them.
     ///
     /// # Errors
     /// Those of the model and of the group; if there are not as many steps as replicas.

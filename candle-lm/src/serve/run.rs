@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::order::RankOrder;
 use super::queue::{QueueMode, RequestQueue, ServeStatus};
-use super::request::{RequestError, TokenMask};
+use super::request::{RequestError, ServeRequest, TokenMask};
 use super::text::{RequestText, TextProgress};
 use crate::config::Config;
 use crate::config::tensors::EXPERTS;
@@ -22,7 +22,7 @@ use crate::engine::{Engine, ModelOptions, Purpose};
 use crate::files::Files;
 use crate::generate::Stop;
 use crate::memory;
-use crate::scheduler::{PassPlan, Scheduler};
+use crate::scheduler::{CacheBudget, PassPlan, Scheduler};
 use crate::step::DecodeStep;
 
 /// How often rank 0 looks whether the world has failed.
@@ -35,9 +35,12 @@ pub struct ServeOptions {
     pub slots: usize,
     /// The most tokens of a text, if not as many as the model takes.
     pub room: Option<usize>,
-    /// The most bytes of all texts' keys, values and states on all ranks of a replica that share a layer; there are fewer
-    /// slots then, if need be.
+    /// The most bytes of all texts' keys, values and states on all ranks of a replica that share a layer, if
+    /// not enough for the longest text in each slot. Where there is no memory for the next tokens, the text
+    /// that was admitted last waits, and is computed again.
     pub memory: Option<usize>,
+    /// The tokens for which a text takes memory at a time. Each time, its keys and values are copied.
+    pub block: usize,
     /// The most tokens of prompts in a pass, beside one of each text that is being written. It bounds the
     /// time between two tokens of a text while others begin.
     pub chunk: usize,
@@ -48,9 +51,18 @@ pub struct ServeOptions {
 }
 
 impl ServeOptions {
-    /// Up to 4 texts at once, prompts in chunks of 256 tokens, and a sign of life each second.
+    /// Up to 4 texts at once, prompts in chunks of 256 tokens, memory for 64 tokens at a time, and a sign of
+    /// life each second.
     pub fn of(held: ModelOptions) -> Self {
-        Self { slots: 4, room: None, memory: None, chunk: 256, heartbeat: Duration::from_secs(1), held }
+        Self {
+            slots: 4,
+            room: None,
+            memory: None,
+            block: 64,
+            chunk: 256,
+            heartbeat: Duration::from_secs(1),
+            held,
+        }
     }
 
     /// The most tokens of a text.
@@ -58,11 +70,15 @@ impl ServeOptions {
         self.room.unwrap_or(usize::MAX).min(config.longest())
     }
 
-    /// The slots for which each replica has memory on `ranks` ranks in `stages` stages, and their bytes.
+    /// The most bytes of [`memory`](Self::memory), of `ranks` ranks in `stages` stages.
     ///
     /// # Errors
-    /// If there is none for one slot, or a number is 0.
-    pub fn slots(&self, config: &Config, ranks: usize, stages: usize) -> Result<[usize; 2]> {
+    /// If the longest text has no room in them, or a number is 0.
+    pub fn cache_bytes(&self, config: &Config, ranks: usize, stages: usize) -> Result<usize> {
+        Ok(self.budget(config, ranks, stages)?.most)
+    }
+
+    fn budget(&self, config: &Config, ranks: usize, stages: usize) -> Result<CacheBudget> {
         let (room, cp) = (self.room(config), self.held.cp.max(1));
         ensure!(
             self.slots > 0 && room > 1,
@@ -71,15 +87,20 @@ impl ServeOptions {
         );
         let tp = (ranks / self.held.dp.max(1) / stages.max(1) / cp / self.held.ep.max(1)).max(1);
         let dtype = self.held.cache.unwrap_or(self.held.dtype);
-        let of_text = memory::cache_bytes(config, dtype, [1, room], [tp, cp]);
-        let fitting = self.memory.map_or(usize::MAX, |memory| memory / of_text.max(1));
+        // Ranks that have some tokens of each text take memory at once. A text whose positions depend on its
+        // length would not be computed again as it was.
+        let is_whole = cp > 1 || config.turns_by_length(room);
+        let block = if is_whole { room } else { self.block.clamp(1, room) };
+        let of = |blocks| memory::text_bytes(config, dtype, [blocks * block, room], [tp, cp]);
+        let budget = CacheBudget { block, first: of(1), next: of(2).saturating_sub(of(1)), most: 0 };
+        let of_text = budget.of_text(room);
+        let most = of_text.saturating_mul(self.slots);
+        let most = self.memory.map_or(most, |memory| memory.min(most));
         ensure!(
-            fitting > 0,
-            "a text of {room} tokens takes {of_text} bytes, and all have {}: give more memory, or texts fewer tokens",
-            self.memory.unwrap_or(0)
+            of_text <= most,
+            "a text of {room} tokens takes {of_text} bytes, and all have {most}: give more memory, or texts fewer tokens"
         );
-        let slots = self.slots.min(fitting);
-        Ok([slots, of_text.saturating_mul(slots)])
+        Ok(CacheBudget { most, ..budget })
     }
 }
 
@@ -104,13 +125,14 @@ pub struct ServeReport {
 /// Each request says which of the adapters of `files` its text has, if any. Texts with unlike adapters are
 /// computed in one pass.
 ///
-/// A pass of the model computes the next token of each text and a chunk of the prompts of new ones, on each of the replicas of
-/// `options` those of its own texts. Rank 0 decides what it has, tells all ranks, and chooses the tokens. An error of one request ends it alone. If a
-/// rank fails, all requests fail with its error.
+/// A pass of the model computes the next token of each text and a chunk of the prompts of new ones, on each
+/// of the replicas of `options` those of its own texts. Rank 0 decides what it has, tells all ranks, and
+/// chooses the tokens. An error of one request ends it alone. If a rank fails, all requests fail with its
+/// error.
 ///
 /// # Errors
-/// Those of [`Engine::new`], of [`ServeOptions::slots`] and of the model; if an adapter has modules of its own in place
-/// of the model's.
+/// Those of [`Engine::new`], of [`ServeOptions::cache_bytes`] and of the model; if an adapter has modules of
+/// its own in place of the model's.
 ///
 /// ```
 /// use std::time::Duration;
@@ -230,8 +252,10 @@ fn begin(
             adapter.name()
         );
     }
-    let [slots, cache_bytes] = options.slots(config, ctx.world_size(), stages)?;
-    let mut engine = Engine::new(ctx, stages, files, &options.held, Purpose::Write { slots, room })?;
+    let budget = options.budget(config, ctx.world_size(), stages)?;
+    let (slots, dp) = (options.slots, options.held.dp);
+    let purpose = Purpose::Write { slots, room, block: budget.block };
+    let mut engine = Engine::new(ctx, stages, files, &options.held, purpose)?;
     (report.load, report.bytes) = (engine.load, engine.bytes);
     if ctx.rank() > 0 {
         return follow(ctx, &mut engine, report);
@@ -239,15 +263,17 @@ fn begin(
     let queue = queue.0.context("rank 0 gives the queue of requests")?;
     let status = ServeStatus {
         room: Some(room),
-        slots: slots * options.held.dp,
-        cache_bytes: cache_bytes * options.held.dp,
+        slots: slots * dp,
+        cache_bytes: budget.most.saturating_mul(dp),
         adapters: files.adapters.len(),
         ..ServeStatus::default()
     };
     queue.open(status, config.vocab_size);
     let mut leader = Leader {
         queue,
-        replicas: (0..options.held.dp).map(|_| Scheduler::new(config, slots, room, options.chunk)).collect(),
+        replicas: (0..dp)
+            .map(|_| Scheduler::new(config, slots, room, options.chunk).within(budget))
+            .collect(),
         mask: TokenMask::new(config.vocab_size),
         ends: &files.ends,
         room,
@@ -346,21 +372,25 @@ impl Leader<'_> {
         });
     }
 
-    /// Gives free slots to requests that wait: those of the replica that has the least to compute and to keep with the text.
+    /// Gives free slots to requests that wait, those of the replica that has the least to compute and to keep
+    /// with the text. A text that is larger than what is free waits, and all others with it.
     fn admit(&mut self) {
         let now = Instant::now();
-        while self.replicas.iter().any(Scheduler::has_room)
-            && let Some(waiting) = self.queue.take(now)
-        {
+        loop {
+            let replicas = &self.replicas;
+            let has_room = |request: &ServeRequest| {
+                replicas.iter().any(|replica| replica.has_room(request.prompt.len()))
+            };
+            let Some(waiting) = self.queue.take_if(now, has_room) else { return };
             let text = RequestText::new(waiting, self.ends, self.room);
-            let tokens = text.prompt as u64;
-            let free = self.replicas.iter_mut().filter(|replica| replica.has_room());
+            let tokens = text.prompt;
+            let free = self.replicas.iter_mut().filter(|replica| replica.has_room(tokens));
             if let Some(replica) = free.min_by_key(|replica| replica.load_with(&text)) {
                 replica.admit(text);
             }
             let count = |status: &mut ServeStatus| {
                 status.running += 1;
-                status.prompt_tokens += tokens;
+                status.prompt_tokens += tokens as u64;
             };
             self.queue.tell(count, None);
         }
@@ -390,7 +420,7 @@ impl Leader<'_> {
             let Some((text, reused)) = scheduler.text(rows.slot) else { continue };
             let own = logits.get(rows.first * width..(rows.first + rows.rows) * width).unwrap_or_default();
             let before = (text.is_begun(), text.written());
-            let progress = text.advance(own, width, rows.is_next, reused, &mut self.mask);
+            let progress = text.advance(own, width, rows, reused, &mut self.mask);
             let reused = if text.is_begun() && !before.0 { reused as u64 } else { 0 };
             let written = (text.written() - before.1) as u64;
             let ended = matches!(progress, TextProgress::Ended { .. });
@@ -429,9 +459,14 @@ impl Leader<'_> {
     }
 
     fn tell(&self, pass: Option<(usize, f64)>) {
-        let cached = self.replicas.iter().map(Scheduler::cached).sum();
+        let used = self.replicas.iter().map(Scheduler::bytes).sum();
+        let (again, preemptions) = self
+            .replicas
+            .iter()
+            .map(Scheduler::preempted)
+            .fold((0, 0), |(all, count), (waiting, so_far)| (all + waiting, count + so_far));
         let told = |status: &mut ServeStatus| {
-            status.cached_tokens = cached;
+            (status.used_bytes, status.waiting, status.preemptions) = (used, again, preemptions);
             status.passes += u64::from(pass.is_some());
         };
         self.queue.tell(told, pass);
