@@ -146,6 +146,23 @@ fn fields_that_change_nothing_are_notes_and_all_others_are_named_at_once() {
     assert!(said.contains("--ignore-field hidden_size, nothing"), "{said}");
 }
 
+/// MLX has the codes of weights under a name of its own, beside that of all others or alone.
+#[test]
+fn codes_of_mlx_have_two_names() {
+    let facts = facts();
+    let [_, base] = &facts.models[0].configs;
+    let codes = json!({"bits": 4, "group_size": 64});
+    let parsed = |changes: Value| Config::parse(&with(base, &changes)).unwrap();
+    let want = parsed(json!({"quantization_config": codes}));
+    assert_eq!(want.quantization.as_ref(), Some(&codes));
+    assert_eq!(parsed(json!({"quantization": codes})), want);
+    assert_eq!(parsed(json!({"quantization": codes, "quantization_config": codes})), want);
+    let unlike = json!({"quantization": codes, "quantization_config": {"bits": 8, "group_size": 64}});
+    assert!(refused(&with(base, &unlike)).contains("quantization ("));
+    let mode = json!({"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}});
+    assert!(refused(&with(base, &mode)).contains("mode \"mxfp4\""));
+}
+
 /// The base that transformers has for a family counts where a file has none, as that of Llama 2 does not.
 #[test]
 fn without_a_rope_base_it_is_that_of_the_family() {

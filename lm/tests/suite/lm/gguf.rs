@@ -716,7 +716,7 @@ fn scaled_rotary_positions_of_gguf_files_are_those_of_the_folder() {
 }
 
 /// The families whose files can say what their configs say here.
-fn convertible() -> (Vec<u32>, Vec<Family>) {
+pub(crate) fn convertible() -> (Vec<u32>, Vec<Family>) {
     let Families { prompt, models } = families();
     // A window in every layer, a mean of heads that no file has, and a pattern that files leave to the program.
     let unlike = [
@@ -866,7 +866,7 @@ fn projections_of_key_heads_in_one_tensor_are_those_that_are_apart() {
 }
 
 /// Writes a file whose gates and ups of all experts of a layer are one tensor, as a converter does if it is asked to.
-fn write_together(from: &Path, to: &Path) -> usize {
+pub(crate) fn write_together(from: &Path, to: &Path) -> usize {
     let mut reader = fs::File::open(from).unwrap();
     let content = gguf_file::Content::read(&mut reader).unwrap();
     let mut read = |name: &str| content.tensor(&mut reader, name, &Device::Cpu).unwrap();
