@@ -312,6 +312,7 @@ fn append<H: CacheStorage>(
     put: impl FnOnce(&mut H, [Tensor; 2]) -> candle_core::Result<(Tensor, Tensor)>,
 ) -> Result<[Tensor; 2]> {
     let kept = [cache.layout.kept(new[0])?, cache.layout.kept(new[1])?];
+    cache.reserve(&kept[0])?;
     let (k, v) = put(&mut cache.held, kept)?;
     if cache.layout.specs.is_none() {
         cache.layout.specs = Some(specs.map(Spec::clone));

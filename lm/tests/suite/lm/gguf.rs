@@ -698,7 +698,7 @@ fn scaled_rotary_positions_of_gguf_files_are_those_of_the_folder() {
 }
 
 /// The families whose files can say what their configs say here.
-fn convertible() -> (Vec<u32>, Vec<Family>) {
+pub(crate) fn convertible() -> (Vec<u32>, Vec<Family>) {
     let Families { prompt, models } = families();
     // A window in every layer, a mean of heads that no file has, and a pattern that files leave to the program.
     let unlike = [
