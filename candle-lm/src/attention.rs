@@ -1,8 +1,7 @@
 //! Attention of a decoder layer: projections, norms of heads, rotary positions, and the keys and values of a cache.
 
-use candle_core::Tensor;
 use candle_shard::nn::{Init, MeshVarBuilder, TextCache, TextTokens, Width};
-use candle_shard::{Attention, DTensor, Error, Placements, Replicate, Result, Shard};
+use candle_shard::{Attention, DTensor, Error, Placements, Result, Shard};
 
 use crate::TOKEN_AXIS;
 use crate::cache::{self, CutTurn, LayerKeys, LayerTokens, SeenKeys, SharedKeys, Texts, VisibleKv};
@@ -27,9 +26,7 @@ pub(crate) struct SelfAttention {
     qkv: Qkv,
     query_norm: Option<Norm>,
     key_norm: Option<Norm>,
-    /// Ones, if the values of each head are normalized.
-    value_norm: Option<DTensor>,
-    eps: f64,
+    value_norm: Option<Norm>,
     o_proj: Projection,
     qk_norm: QkNorm,
     scale: f64,
@@ -37,7 +34,11 @@ pub(crate) struct SelfAttention {
     /// A logit for each query head.
     sinks: Option<DTensor>,
     window: Option<usize>,
+    /// Whether the window is a chunk.
+    is_chunked: bool,
     is_rotary: bool,
+    /// Whether queries grow with their positions.
+    is_tempered: bool,
     /// Whether each query head is followed by its gate of the output.
     is_gated: bool,
 }
@@ -46,9 +47,16 @@ impl SelfAttention {
     /// That of the layer of this number at the builder's path.
     pub(crate) fn new(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Self> {
         let (hidden, heads, parts) = (config.hidden_size, config.heads_of(layer), &config.parts);
+        let is_rotary = parts.is_rotary(layer);
         let key_source = parts.key_source(layer);
-        let ([query, key], widths) = (parts.qk_norm.names(), parts.qk_norm.widths(heads));
-        let norm = |name: &str, width: usize| Norm::new(width, config, &vb.pp(name));
+        let names = parts.qk_norm.names();
+        let head_norm = |which: usize| match parts.qk_norm.widths(heads) {
+            Some(widths) => Ok(Some(Norm::new(widths[which], config, &vb.pp(names[which]))?)),
+            None if parts.qk_norm == QkNorm::UnweightedBehindRotary && is_rotary => {
+                Ok(Some(Norm::unweighted(heads.dim, config, vb)?))
+            }
+            None => Ok::<_, Error>(None),
+        };
         let qkv = match key_source {
             Some(_) => Qkv::of_queries(hidden, heads, parts.qkv_bias, vb)?,
             None => {
@@ -73,18 +81,16 @@ impl SelfAttention {
             sinks: parts.sinks.then(sinks).transpose()?,
             o_proj: Projection::new(qkv.width(), hidden, parts.output_bias, &vb.pp("o_proj"))?,
             qkv,
-            query_norm: widths.map(|[width, _]| norm(query, width)).transpose()?,
-            key_norm: widths
-                .filter(|_| key_source.is_none())
-                .map(|[_, width]| norm(key, width))
-                .transpose()?,
-            value_norm: parts.value_norm.then(|| ones(heads.dim, vb)).transpose()?,
-            eps: config.rms_norm_eps,
+            query_norm: head_norm(0)?,
+            key_norm: if key_source.is_none() { head_norm(1)? } else { None },
+            value_norm: parts.value_norm.then(|| Norm::unweighted(heads.dim, config, vb)).transpose()?,
             qk_norm: parts.qk_norm,
             scale: parts.scores_scale.unwrap_or(1.0 / (heads.dim as f64).sqrt()),
             scores_cap: parts.scores_cap,
             window: parts.window(layer),
-            is_rotary: parts.is_rotary(layer),
+            is_chunked: parts.chunked,
+            is_rotary,
+            is_tempered: parts.temperature.is_some_and(|tempered| tempered.is_of_rotary == is_rotary),
             is_gated: parts.gated_attention,
         })
     }
@@ -103,8 +109,8 @@ impl SelfAttention {
         let mut gate = None;
         let keys = match own {
             Some([mut k, mut v]) => {
-                if let Some(ones) = &self.value_norm {
-                    v = v.rms_norm(ones, self.eps)?;
+                if let Some(norm) = &self.value_norm {
+                    v = norm.forward(&v)?;
                 }
                 if self.is_gated {
                     gate = Some(ungated([&mut q, &mut k, &mut v])?.transpose(1, 2)?.sigmoid()?);
@@ -192,20 +198,28 @@ impl SelfAttention {
             (Some(norm), QkNorm::All) => norm.over_heads(&x),
             (Some(norm), _) => norm.forward(&x),
         };
-        let turned = |x: DTensor| match (self.is_rotary, are_queries) {
-            (false, _) => Ok(x),
-            (true, false) => angles.turn(&x, at, self.window.is_some()),
-            (true, true) => angles.scale_queries(angles.turn(&x, at, self.window.is_some())?, at),
+        let turned = |mut x: DTensor| {
+            if self.is_rotary {
+                x = angles.turn(&x, at, self.window.is_some())?;
+            }
+            if are_queries && self.is_tempered {
+                x = angles.scale_queries(x, at)?;
+            }
+            Ok(x)
         };
         match self.qk_norm {
-            QkNorm::HeadBehindRotary => normed(turned(x)?),
+            QkNorm::HeadBehindRotary | QkNorm::UnweightedBehindRotary => normed(turned(x)?),
             _ => turned(normed(x)?),
         }
     }
 
     fn options(&self) -> Attention {
         let options = Attention::default().scale(self.scale).cap(self.scores_cap).causal(true);
-        options.window(self.window).log_sums(self.sinks.is_some())
+        let options = match self.is_chunked {
+            true => options.chunk(self.window),
+            false => options.window(self.window),
+        };
+        options.log_sums(self.sinks.is_some())
     }
 
     /// What attention gives beside the sinks, if there are some, in the dtype of the states.
@@ -215,12 +229,6 @@ impl SelfAttention {
             None => Ok(mixed),
         }
     }
-}
-
-/// The weight of a norm that has none.
-fn ones(width: usize, vb: &MeshVarBuilder) -> Result<DTensor> {
-    let everywhere = Placements::from_elem(Replicate, vb.mesh().ndim());
-    DTensor::from_local(Tensor::ones(width, vb.dtype(), vb.device())?, vb.mesh(), &everywhere, width)
 }
 
 /// Where the new tokens of each text are.

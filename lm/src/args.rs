@@ -227,7 +227,10 @@ impl Launched for Args {
             training @ TrainArgs { dp, .. } if training.trains() => {
                 vec![(format!("--pp {pp} × --dp {dp}{tokens}{experts} × --tp {tp}"), pp * dp * cp * ep * tp)]
             }
-            _ => vec![(format!("--pp {pp}{tokens}{experts} × --tp {tp}"), self.model_ranks())],
+            _ => {
+                let replicas = if self.dp() > 1 { format!(" × --dp {}", self.dp()) } else { String::new() };
+                vec![(format!("--pp {pp}{replicas}{tokens}{experts} × --tp {tp}"), self.model_ranks())]
+            }
         }
     }
 }
@@ -248,9 +251,14 @@ impl Args {
         HubName::parse(model.to_str()?)
     }
 
-    /// The ranks over which a model that is not trained is cut.
+    /// The ranks of all replicas over which a model that is not trained is cut.
     pub fn model_ranks(&self) -> usize {
-        self.pp * self.cp * self.ep * self.tp
+        self.dp() * self.pp * self.cp * self.ep * self.tp
+    }
+
+    /// The replicas of a model that is not trained: those of a server.
+    pub fn dp(&self) -> usize {
+        if self.command == Some(Command::Serve) { self.training.dp } else { 1 }
     }
 
     /// The seed of all random numbers.
