@@ -505,6 +505,7 @@ MIXTURES |= {
         dict(
             GEMMA4, num_hidden_layers=6, layer_types=WINDOWS * 3, num_kv_shared_layers=3, use_double_wide_mlp=True,
             hidden_size_per_layer_input=6, vocab_size_per_layer_input=40, final_logit_softcapping=3.0,
+            rms_norm_eps=0.01,
         ),
     ),
     "gemma4 with keys of others": (
@@ -512,6 +513,7 @@ MIXTURES |= {
         dict(
             GEMMA4, num_attention_heads=4, num_key_value_heads=1, num_kv_shared_layers=2, attention_k_eq_v=True,
             hidden_size_per_layer_input=8, vocab_size_per_layer_input=37, tie_word_embeddings=False,
+            rms_norm_eps=0.01,
         ),
     ),
 }
