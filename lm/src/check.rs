@@ -29,7 +29,7 @@ impl Args {
             ("--pp", pp, MAX_RANKS),
             ("--cp", self.cp, MAX_RANKS),
             ("--ep", self.ep, MAX_RANKS),
-            ("--threads", threads, 1024),
+            ("--threads", threads.unwrap_or(1), 1024),
             ("--max-tokens", max_tokens, MAX_TOKENS),
         ])?;
         if !self.training.trains() {
