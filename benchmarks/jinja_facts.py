@@ -76,6 +76,8 @@ range(3) | list, range(1, 7, 2) | list, range(3, 0, -1) | list, dict(a=1, b=2), 
 "a" < "b", [1, 2] < [1, 3], 1 <= 1.5, true + 1, 'a' != 'b', (1, 'a') == (1, 'a')
 'tool' in messages | map(attribute='role'), messages | map(attribute='content') | map('length') | list
 "é".upper(), "ß".upper(), "İ".lower() | length, "ﬁ" | upper
+(('<a>' | safe) + '<b>') ~ '', ('<b>' + ('<a>' | safe)) ~ '', ('<a>' | safe) ~ '<b>' ~ "it's" ~ 1, (('<a>' | e) + '<b>') ~ '', (('<a>' | safe) + ('<b>' | safe)) ~ '', ('<a>' | e | e) ~ ''
+('<a>' | safe | forceescape) ~ '', (('<a>' | safe | string) + '&') ~ '', 'a' + ('<' | safe | length | string) + '<', ['<a>' | safe] | length, (('<a>' | safe) ~ 'x') + '<'
 namespace(a=1).a, namespace(a=1).b is defined, namespace({'a': 2}).a
 """.strip().splitlines()
 

@@ -500,6 +500,56 @@ MIXTURES |= {
     ),
 }
 
+# Chunks of attention, layers without rotary positions whose queries grow, and weights of experts that multiply what these get.
+LLAMA4 = {
+    "llama4": (
+        "Llama4",
+        dict(
+            ODD, head_dim=12, num_hidden_layers=4, intermediate_size=20, intermediate_size_mlp=28, num_local_experts=5,
+            interleave_moe_layer_step=2, attention_chunk_size=4, no_rope_layer_interval=2, floor_scale=3, attn_scale=0.5,
+            rope_parameters=dict(
+                rope_type="llama3", rope_theta=10_000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=1.0,
+                original_max_position_embeddings=8,
+            ),
+        ),
+    ),
+    "llama4 with two experts": (
+        "Llama4",
+        dict(
+            num_hidden_layers=3, head_dim=8, intermediate_size=12, intermediate_size_mlp=28, num_local_experts=4,
+            num_experts_per_tok=2, moe_layers=[1, 2], use_qk_norm=False, attention_bias=True, attention_chunk_size=5,
+            layer_types=["chunked_attention", "full_attention", "chunked_attention"], no_rope_layers=[0, 1, 1],
+            attn_temperature_tuning=False, tie_word_embeddings=True, rope_parameters=dict(FRESH),
+        ),
+    ),
+    "llama4 of llama.cpp": (
+        "Llama4",
+        dict(
+            num_hidden_layers=4, head_dim=8, intermediate_size=20, intermediate_size_mlp=44, num_local_experts=3,
+            interleave_moe_layer_step=2, rope_parameters=dict(FRESH),
+        ),
+    ),
+}
+MIXTURES |= LLAMA4
+
+# A router by another name, beside a network of the width of an expert.
+MIXTURES |= {
+    "hunyuan moe": (
+        "HunYuanMoEV1",
+        dict(
+            ODD, head_dim=12, intermediate_size=20, num_experts=5, moe_topk=2,
+            rope_parameters=dict(ROPE, rope_type="dynamic", factor=1.0, alpha=50.0, mscale=1.0),
+        ),
+    ),
+    "hunyuan moe with biases": (
+        "HunYuanMoEV1",
+        dict(
+            head_dim=8, intermediate_size=12, num_experts=4, moe_topk=[1, 1], attention_bias=True, tie_word_embeddings=True,
+            rope_parameters=dict(FRESH),
+        ),
+    ),
+}
+
 MODELS = {**CASES, **MIXTURES, **DENSE}
 
 ROPES_PATH = PATH.with_name("ropes.json")
@@ -556,7 +606,7 @@ ROPES = {
 
 
 def built(family, fields):
-    kind = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}.get(family, family)
+    kind = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text", "Llama4": "Llama4Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}.get(family, family)
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **fields})
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

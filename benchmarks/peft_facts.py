@@ -44,6 +44,26 @@ LINEARS = ATTENTION + ["gate_proj", "up_proj", "down_proj"]
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 STACKED = ["experts.gate_up_proj", "experts.down_proj"]
 
+# Models whose layers have projections of their own, or names of their own. PEFT refuses the last projection of Mamba 2.
+DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+KINDS = {
+    "lfm2": dict(target_modules=["in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2", "w3"]),
+    "qwen3.5": dict(target_modules=DELTA + LINEARS),
+    "qwen3 next": dict(target_modules=["in_proj_qkvz", "in_proj_ba", "out_proj"] + ATTENTION),
+    "qwen3.5 moe": dict(target_modules=DELTA + ATTENTION, target_parameters=STACKED),
+    "deepseek v3": dict(target_modules=LATENT),
+    "deepseek v3 mixture": dict(target_modules=LATENT, target_parameters=STACKED),
+    "glm4 moe": dict(target_modules=ATTENTION, target_parameters=STACKED),
+    "gpt oss": dict(target_modules=ATTENTION, target_parameters=STACKED),
+    "nemotron h": dict(target_modules=["in_proj", "q_proj", "o_proj", "up_proj", "down_proj"]),
+    "granite hybrid": dict(target_modules=["in_proj", "out_proj", "q_proj", "o_proj", "input_linear", "output_linear"]),
+    "mamba2": dict(target_modules=["in_proj"]),
+    "gemma4": dict(target_modules=LINEARS),
+    "glm4": dict(target_modules=ATTENTION + ["gate_up_proj", "down_proj"]),
+    "starcoder2": dict(target_modules=ATTENTION + ["c_fc", "c_proj"]),
+}
+
 # gemma2 has large scores and nemotron large squares: with more of the adapter, their gradients depend on the order of sums.
 SHARES = {"gemma2": dict(lora_alpha=2), "nemotron": dict(lora_alpha=1)}
 # The name of a case, the model, fields of its config that are others, and options of LoraConfig.
@@ -52,7 +72,10 @@ FAMILIES = [(case, case, {}, dict(target_modules=LINEARS, **SHARES.get(case, {})
     ("glm, fused", "glm", {}, dict(target_modules=FUSED)),
     ("mixtral, experts", "mixtral", {}, dict(target_modules=ATTENTION + ["w1", "w2", "w3"])),
     ("mixtral, stacked experts alone", "mixtral", {}, dict(target_modules=[], target_parameters=STACKED)),
+    ("granite moe, experts", "granite moe", {}, dict(target_modules=ATTENTION, target_parameters=STACKED)),
+    ("lfm2 moe, experts", "lfm2 moe", {}, dict(target_modules=["q_proj", "out_proj"], target_parameters=STACKED)),
     ("mixtral, all-linear", "mixtral", {}, dict(target_modules="all-linear")),
+    *[(f"{model}, all its kinds", model, {}, options) for model, options in KINDS.items()],
     ("qwen3 moe, attention", "qwen3 moe", {}, dict(target_modules=ATTENTION)),
     ("qwen3 moe, all-linear", "qwen3 moe", {}, dict(target_modules="all-linear")),
 ]

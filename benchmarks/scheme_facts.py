@@ -1,7 +1,7 @@
 """Quantized weights, and the floats that they stand for, of the packages that write such files.
 
 Usage: python3 benchmarks/scheme_facts.py FILE
-Needs torch, safetensors, compressed-tensors, bitsandbytes, and the sources of auto-gptq 0.7.1 and autoawq 0.2.9 (installed with
+Needs torch, safetensors, mlx, compressed-tensors, bitsandbytes, and the sources of auto-gptq 0.7.1 and autoawq 0.2.9 (installed with
 --no-deps). Writes candle-shard/tests/suite/schemes.safetensors: the tensors of each case with its name in front, and `CASE.want`.
 """
 
@@ -11,6 +11,8 @@ import types
 from pathlib import Path
 
 import bitsandbytes.functional as bnb
+import mlx.core as mx
+import numpy
 import torch
 from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
@@ -64,6 +66,16 @@ def nvfp4(facts):
         "weight_packed": packed, "weight_scale": scales, "weight_global_scale": divisor, "input_global_scale": divisor,
         "want": whole * (1 / divisor),
     }
+
+
+def mlx(facts):
+    for case, bits, group, kind in [("mlx", 4, 64, torch.bfloat16), ("mlx_eight", 8, 32, torch.float32)]:
+        packed, scales, biases = mx.quantize(mx.array(weight(4).numpy()), group_size=group, bits=bits)
+        packed = torch.from_numpy(numpy.array(packed))
+        scales, biases = (torch.from_numpy(numpy.array(of)).to(kind) for of in (scales, biases))
+        of_floats = [mx.array(of.float().numpy()) for of in (scales, biases)]
+        want = mx.dequantize(mx.array(packed.numpy()), *of_floats, group_size=group, bits=bits)
+        facts[case] = {"weight": packed, "scales": scales, "biases": biases, "want": torch.from_numpy(numpy.array(want))}
 
 
 def compressed(facts):
@@ -150,7 +162,7 @@ def bitsandbytes(facts):
 
 def main():
     facts = {}
-    for add in [fp8, nvfp4, compressed, gptq, awq, bitsandbytes]:
+    for add in [fp8, nvfp4, mlx, compressed, gptq, awq, bitsandbytes]:
         add(facts)
     tensors = {f"{case}.{name}": value.contiguous().clone() for case, of_case in facts.items() for name, value in of_case.items()}
     save_file(tensors, sys.argv[1])

@@ -30,7 +30,7 @@ BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.25)
 MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe", "gpt oss", "granite moe", "granite hybrid with experts"]
 
 # The routers of models in memory.
-ROUTERS = ["mlp.gate.weight", "block_sparse_moe.router.weight", "feed_forward.gate.weight"]
+ROUTERS = ["mlp.gate.wg.weight", "mlp.gate.weight", "block_sparse_moe.router.weight", "feed_forward.gate.weight"]
 
 
 # What modules of LFM2 are called in memory.
@@ -83,6 +83,16 @@ def parts(name, grad, config):
         name = name_in_memory(name)
     if config.model_type == "gemma4_text":
         name = name.replace(".experts.", ".mlp.experts.").replace(".router.", ".mlp.router.").replace(".proj.", ".")
+    if config.model_type == "llama4_text" and ".feed_forward." in name:
+        name = name.replace(".feed_forward.", ".mlp.")
+        if grad.dim() == 3:
+            # The matrices are transposed.
+            halves = ("gate_proj", "up_proj") if "gate_up_proj" in name else ("down_proj",)
+            for part, rows in zip(halves, grad.transpose(1, 2).chunk(len(halves), dim=1)):
+                yield name.replace("gate_up_proj", part), rows
+        else:
+            yield name, grad
+        return
     module, parameter = name.rsplit(".", 2)[-2:]
     if ".mamba." in name and module in ("in_proj", "conv1d"):
         rows = mamba_rows(module, config)

@@ -43,6 +43,7 @@ mod grouped_linear;
 mod layer_norm;
 mod linear;
 mod linear_attention;
+mod logcumsumexp;
 mod masked_softmax;
 mod master;
 #[cfg(test)]
@@ -91,6 +92,7 @@ pub use grouped_linear::grouped_linear;
 pub use layer_norm::layer_norm;
 pub use linear::linear;
 pub use linear_attention::{gated_delta_rule, state_space_scan};
+pub use logcumsumexp::logcumsumexp;
 pub use masked_softmax::masked_softmax;
 pub use pool::{Pool, avg_pool2d, max_pool2d, upsample_bilinear2d, upsample_nearest2d};
 pub use quantized::{QuantizedMatrix, dequantized_linear, quantized_linear};

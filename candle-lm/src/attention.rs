@@ -1,8 +1,7 @@
 //! Attention of a decoder layer: projections, norms of heads, rotary positions, and the keys and values of a cache.
 
-use candle_core::Tensor;
 use candle_shard::nn::{Init, MeshVarBuilder, Width};
-use candle_shard::{Attention, DTensor, Placements, Replicate, Result, Shard};
+use candle_shard::{Attention, DTensor, Placements, Result, Shard};
 
 use crate::TOKEN_AXIS;
 use crate::cache::{self, CutTurn, LayerTokens, Texts, VisibleKv};
@@ -18,9 +17,7 @@ pub(crate) struct SelfAttention {
     qkv: Qkv,
     /// Of queries and keys.
     head_norms: Option<[Norm; 2]>,
-    /// Ones, if the values of each head are normalized.
-    value_norm: Option<DTensor>,
-    eps: f64,
+    value_norm: Option<Norm>,
     o_proj: Projection,
     qk_norm: QkNorm,
     scale: f64,
@@ -28,7 +25,11 @@ pub(crate) struct SelfAttention {
     /// A logit for each query head.
     sinks: Option<DTensor>,
     window: Option<usize>,
+    /// Whether the window is a chunk.
+    is_chunked: bool,
     is_rotary: bool,
+    /// Whether queries grow with their positions.
+    is_tempered: bool,
     /// Whether each query head is followed by its gate of the output.
     is_gated: bool,
 }
@@ -37,10 +38,18 @@ impl SelfAttention {
     /// That of the layer of this number at the builder's path.
     pub(crate) fn new(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Self> {
         let (hidden, heads, parts) = (config.hidden_size, config.heads_of(layer), &config.parts);
-        let head_norms = |widths: [usize; 2]| {
-            let [query, key] = parts.qk_norm.names();
-            let norm = |name: &str, width| Norm::new(width, config, &vb.pp(name));
-            Ok::<_, candle_shard::Error>([norm(query, widths[0])?, norm(key, widths[1])?])
+        let is_rotary = parts.is_rotary(layer);
+        let head_norms = match parts.qk_norm.widths(heads) {
+            Some(widths) => {
+                let [query, key] = parts.qk_norm.names();
+                let norm = |name: &str, width| Norm::new(width, config, &vb.pp(name));
+                Some([norm(query, widths[0])?, norm(key, widths[1])?])
+            }
+            None if parts.qk_norm == QkNorm::UnweightedBehindRotary && is_rotary => {
+                let norm = || Norm::unweighted(heads.dim, config, vb);
+                Some([norm()?, norm()?])
+            }
+            None => None,
         };
         let qkv =
             Qkv::new(hidden, heads, [parts.gated_attention, parts.has_values(layer)], parts.qkv_bias, vb)?;
@@ -58,14 +67,15 @@ impl SelfAttention {
             sinks: parts.sinks.then(sinks).transpose()?,
             o_proj: Projection::new(qkv.width(), hidden, parts.output_bias, &vb.pp("o_proj"))?,
             qkv,
-            head_norms: parts.qk_norm.widths(heads).map(head_norms).transpose()?,
-            value_norm: parts.value_norm.then(|| ones(heads.dim, vb)).transpose()?,
-            eps: config.rms_norm_eps,
+            head_norms,
+            value_norm: parts.value_norm.then(|| Norm::unweighted(heads.dim, config, vb)).transpose()?,
             qk_norm: parts.qk_norm,
             scale: parts.scores_scale.unwrap_or(1.0 / (heads.dim as f64).sqrt()),
             scores_cap: parts.scores_cap,
             window: parts.window(layer),
-            is_rotary: parts.is_rotary(layer),
+            is_chunked: parts.chunked,
+            is_rotary,
+            is_tempered: parts.temperature.is_some_and(|tempered| tempered.is_of_rotary == is_rotary),
             is_gated: parts.gated_attention,
         })
     }
@@ -78,8 +88,8 @@ impl SelfAttention {
         turns: Option<Vec<LayerTokens<'_>>>,
     ) -> Result<DTensor> {
         let [mut q, mut k, mut v] = self.qkv.forward(x)?;
-        if let Some(ones) = &self.value_norm {
-            v = v.rms_norm(ones, self.eps)?;
+        if let Some(norm) = &self.value_norm {
+            v = norm.forward(&v)?;
         }
         let gate = match self.is_gated {
             true => Some(ungated([&mut q, &mut k, &mut v])?.transpose(1, 2)?.sigmoid()?),
@@ -104,12 +114,14 @@ impl SelfAttention {
     /// Queries and keys behind their norms and rotary positions; the tokens are those of texts, one behind another.
     fn placed(&self, both: [DTensor; 2], angles: &Angles, texts: &[TokenPositions]) -> Result<[DTensor; 2]> {
         let is_local = self.window.is_some();
-        let turned = |[q, k]: [DTensor; 2]| match self.is_rotary {
-            true => {
-                let [q, k] = [angles.turn(&q, texts, is_local)?, angles.turn(&k, texts, is_local)?];
-                Ok([angles.scale_queries(q, texts)?, k])
+        let turned = |[mut q, mut k]: [DTensor; 2]| {
+            if self.is_rotary {
+                [q, k] = [angles.turn(&q, texts, is_local)?, angles.turn(&k, texts, is_local)?];
             }
-            false => Ok([q, k]),
+            if self.is_tempered {
+                q = angles.scale_queries(q, texts)?;
+            }
+            Ok([q, k])
         };
         let Some([of_queries, of_keys]) = &self.head_norms else { return turned(both) };
         let normed = |[q, k]: [DTensor; 2]| match self.qk_norm {
@@ -117,14 +129,18 @@ impl SelfAttention {
             _ => Ok::<_, candle_shard::Error>([of_queries.forward(&q)?, of_keys.forward(&k)?]),
         };
         match self.qk_norm {
-            QkNorm::HeadBehindRotary => normed(turned(both)?),
+            QkNorm::HeadBehindRotary | QkNorm::UnweightedBehindRotary => normed(turned(both)?),
             _ => turned(normed(both)?),
         }
     }
 
     fn options(&self) -> Attention {
         let options = Attention::default().scale(self.scale).cap(self.scores_cap).causal(true);
-        options.window(self.window).log_sums(self.sinks.is_some())
+        let options = match self.is_chunked {
+            true => options.chunk(self.window),
+            false => options.window(self.window),
+        };
+        options.log_sums(self.sinks.is_some())
     }
 
     /// What attention gives beside the sinks, if there are some, in the dtype of the states.
@@ -134,12 +150,6 @@ impl SelfAttention {
             None => Ok(mixed),
         }
     }
-}
-
-/// The weight of a norm that has none.
-fn ones(width: usize, vb: &MeshVarBuilder) -> Result<DTensor> {
-    let everywhere = Placements::from_elem(Replicate, vb.mesh().ndim());
-    DTensor::from_local(Tensor::ones(width, vb.dtype(), vb.device())?, vb.mesh(), &everywhere, width)
 }
 
 /// Where the new tokens of each text are.

@@ -4,7 +4,6 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use candle_dist::RankContext;
-use candle_shard::nn::RowAdapters;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
@@ -12,7 +11,7 @@ use crate::engine::{Engine, ModelOptions, Purpose};
 use crate::files::Files;
 use crate::generate::Stop;
 use crate::sample::{Sampler, Sampling};
-use crate::scheduler::{NewText, Scheduler};
+use crate::scheduler::{Scheduler, SlotText};
 use crate::tokens;
 use crate::writing::TextWriter;
 
@@ -137,7 +136,7 @@ pub fn run(
     mut show: impl FnMut(BatchEvent) -> Result<bool>,
 ) -> Result<BatchOutput> {
     let (room, mut waiting) = (batch.room(&files.config), batch.requests.iter().enumerate());
-    let purpose = Purpose::Write { slots: batch.slots(), room };
+    let purpose = Purpose::Write { slots: batch.slots(), room, block: room };
     let mut engine = Engine::new(ctx, stages, files, &batch.held, purpose)?;
     show(BatchEvent::Read)?;
 
@@ -146,18 +145,12 @@ pub fn run(
     let mut texts: Vec<(Vec<u32>, Stop)> = vec![(Vec::new(), Stop::Length); batch.requests.len()];
     let mut passes = 0;
     loop {
-        while scheduler.has_room()
+        while scheduler.has_room(0)
             && let Some((place, Request { prompt, most })) = waiting.next()
         {
             let sampler = Sampler::of_place(batch.sampling, place);
             let carried = (place, TextWriter::new(prompt, *most, room, sampler));
-            scheduler.admit(NewText {
-                prompt: prompt.clone(),
-                salt: 0,
-                adapters: RowAdapters::All,
-                wants_all: false,
-                carried,
-            });
+            scheduler.admit(SlotText::new(prompt.clone(), carried));
         }
         // All ranks have the same logits, and decide alike.
         let plan = scheduler.plan();

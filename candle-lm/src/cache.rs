@@ -82,6 +82,15 @@ impl LayerCache {
         }
     }
 
+    /// That of no tokens, whose memory grows by so many.
+    fn with_block(self, tokens: usize) -> Self {
+        match self {
+            Self::All(_) => Self::All(KvCache::new(TOKENS, tokens)),
+            Self::Latent(_) => Self::Latent(LatentCache::new(TOKENS, tokens)),
+            other => other,
+        }
+    }
+
     fn with_dtype(self, dtype: DType) -> Self {
         match self {
             Self::All(cache) => Self::All(cache.with_dtype(dtype)),
@@ -249,6 +258,13 @@ impl Cache {
         Ok(self)
     }
 
+    /// Takes memory for so many tokens at a time in all layers that keep all tokens on each rank, instead of
+    /// all at once. The cache is empty.
+    pub(crate) fn with_block(mut self, tokens: usize) -> Self {
+        self.layers = self.layers.into_iter().map(|layer| layer.with_block(tokens.min(self.room))).collect();
+        self
+    }
+
     /// Keeps keys and values in this dtype, if there is one: 16 bits take half of the memory of 32.
     pub fn with_dtype(mut self, dtype: Option<DType>) -> Self {
         if let Some(dtype) = dtype {
@@ -363,7 +379,7 @@ pub(crate) fn begin(slots: &mut [Cache], spans: &[SlotTokens]) -> Result<()> {
 
 /// Returns what a layer needs of the slots.
 pub(crate) fn turns<'a>(slots: &'a mut [Cache], layer: usize, spans: &[SlotTokens]) -> Vec<LayerTokens<'a>> {
-    let mut spans = spans.iter().peekable();
+    let mut spans = spans.iter().filter(|span| span.tokens > 0).peekable();
     let turn = |(i, cache): (usize, &'a mut Cache)| {
         let span = spans.next_if(|span| span.slot == i)?;
         Some(LayerTokens { tokens: span.tokens, past: cache.past(layer) })

@@ -37,13 +37,14 @@ const TABLE: &str = "model.embed_tokens.weight";
 pub const IGNORED: u32 = u32::MAX;
 
 /// The model that writes: `logits` `[rows, vocabulary]` of what follows new tokens of texts, for the rows of a step, whose
-/// tokens are `[1, tokens]` and whose spans are packed in a row. Each of `slots` texts has up to `longest` tokens.
+/// tokens are `[1, tokens]` and whose spans are packed in a row. Each of `slots` texts has up to `longest`
+/// tokens, and takes memory for `block` of them at a time.
 ///
 /// # Errors
 /// If there are more stages than the model can be cut into, or other ones than the layout has.
 pub fn writer(
     config: &Config,
-    [slots, longest]: [usize; 2],
+    [slots, longest, block]: [usize; 3],
     cache: Option<DType>,
     cut: &StageCut<'_>,
 ) -> Result<DecoderPipe> {
@@ -52,7 +53,7 @@ pub fn writer(
     let h = model.embed(tokens);
     let sizes = config.clone();
     let h = model.layers(h, Some(spans), longest, move |layer, angles, i| {
-        let slot = |_| Cache::of_layer(&sizes, i, angles.positions()).with_dtype(cache);
+        let slot = |_| Cache::of_layer(&sizes, i, angles.positions()).with_block(block).with_dtype(cache);
         let slots: RefCell<Vec<Cache>> = RefCell::new((0..slots).map(slot).collect());
         move |h: &DTensor, spans: Option<&Tensor>| {
             let (slots, spans) = (&mut slots.borrow_mut()[..], &step::unpack(spans)?[..]);

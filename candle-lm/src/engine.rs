@@ -34,12 +34,14 @@ pub struct ModelOptions {
     pub ep: usize,
     /// The ranks over which the tokens of a text are distributed.
     pub cp: usize,
+    /// The replicas of the model. A server gives each texts of its own; elsewhere all compute the same.
+    pub dp: usize,
 }
 
 impl ModelOptions {
     /// Holds a model in a dtype, and quantized weights as they are stored.
     pub fn of(dtype: DType) -> Self {
-        Self { dtype, layout: None, dequantize: false, cache: None, shares: None, ep: 1, cp: 1 }
+        Self { dtype, layout: None, dequantize: false, cache: None, shares: None, ep: 1, cp: 1, dp: 1 }
     }
 
     /// Returns the mesh axes of a stage, and their ranks, which are `ranks` together.
@@ -71,9 +73,9 @@ impl ModelOptions {
         Ok(if self.dequantize { vb.dequantized() } else { vb }.frozen())
     }
 
-    /// Returns a cache of `room` tokens.
-    pub(crate) fn slot(&self, decoder: &Decoder, room: usize) -> Result<Cache> {
-        let cache = Cache::of(decoder.config(), room);
+    /// Returns a cache of `room` tokens, which takes memory for `block` of them at a time.
+    pub(crate) fn slot(&self, decoder: &Decoder, [room, block]: [usize; 2]) -> Result<Cache> {
+        let cache = Cache::of(decoder.config(), room).with_block(block);
         let cache = if self.cp > 1 { cache.over(decoder.mesh(), TOKEN_AXIS)? } else { cache };
         Ok(cache.with_dtype(self.cache))
     }
@@ -94,6 +96,9 @@ pub enum Purpose {
         slots: usize,
         /// The most tokens of a text.
         room: usize,
+        /// The tokens for which a text takes memory at a time. Tokens that are distributed over ranks take
+        /// all at once.
+        block: usize,
     },
     /// Scoring windows of so many tokens.
     Score {
@@ -106,8 +111,11 @@ pub enum Purpose {
 pub struct Engine {
     model: EngineModel,
     device: Device,
-    /// All ranks, if some compute the same logits, each by itself.
+    /// All ranks of a replica, if some compute the same logits, each by itself.
+    alike: Option<ProcessGroup>,
+    /// The ranks at this one's place in all replicas, if there are several.
     replicas: Option<ProcessGroup>,
+    vocab_size: usize,
     /// The seconds in which this rank's part was read.
     pub load: f64,
     /// The parameters that this rank holds as floats.
@@ -124,10 +132,12 @@ enum EngineModel {
 }
 
 impl Engine {
-    /// Reads this rank's part of a model of `stages` stages. Every rank calls it.
+    /// Reads this rank's part of a model of `stages` stages. Every rank calls it. Each replica has as many
+    /// ranks as the others, one replica's behind another's.
     ///
     /// # Errors
-    /// If the stages do not divide the ranks, or there are more than the model can be cut into; those of the files.
+    /// If the stages and the replicas do not divide the ranks, or there are more than the model can be cut
+    /// into; those of the files.
     pub fn new(
         ctx: &RankContext,
         stages: usize,
@@ -139,7 +149,12 @@ impl Engine {
         // The last stage reads the output layer by itself where files allow that.
         config.tie_word_embeddings &= stages == 1 || !files.has_head();
         let config = &config;
-        let ranks = ctx.world_size();
+        let (ranks, dp) = (ctx.world_size(), held.dp);
+        ensure!(
+            dp > 0 && ranks.is_multiple_of(dp),
+            "{dp} replicas of the model do not divide {ranks} ranks: give each replica as many ranks"
+        );
+        let ranks = ranks / dp;
         ensure!(stages > 0 && ranks.is_multiple_of(stages), "{stages} stages do not divide {ranks} ranks");
         ensure!(
             stages == 1 || held.cp == 1,
@@ -152,17 +167,24 @@ impl Engine {
         let sizes = held.axes(ranks / stages)?;
         let layer: Vec<&str> = sizes.iter().map(|(axis, _)| *axis).collect();
         let began = Instant::now();
-        let mesh = ctx.mesh(&[&[("pp", stages)], &sizes[..]].concat())?;
-        let (plan, longest, used, slots) = match purpose {
-            Purpose::Write { slots, room } => (
+        let all = ctx.mesh(&[&[("dp", dp), ("pp", stages)], &sizes[..]].concat())?;
+        let of_replica = [&["pp"], &layer[..]].concat();
+        let mesh = all.axes(&of_replica)?;
+        // Positions that are turned by the length of a text need all of its tokens at once, and adapters are
+        // those of rows.
+        let is_turned = |room| config.turns_by_length(room) || config.turns_anew(1, room);
+        let is_cut =
+            matches!(purpose, Purpose::Write { room, .. } if files.adapters.is_empty() && !is_turned(room));
+        let (plan, longest, used, (slots, block)) = match purpose {
+            Purpose::Write { slots, room, block } => (
                 Decoder::plan(config, LAYER_AXIS),
                 room,
-                DecoderPurpose::Write { slots, cache: held.cache },
-                slots,
+                DecoderPurpose::Write { slots, block, cache: held.cache, is_cut },
+                (slots, block),
             ),
             // No rank needs the logits of the whole vocabulary.
             Purpose::Score { window } => {
-                (Decoder::training_plan(config, LAYER_AXIS), window, DecoderPurpose::Score, 0)
+                (Decoder::training_plan(config, LAYER_AXIS), window, DecoderPurpose::Score, (0, window))
             }
         };
         let device = ctx.device();
@@ -170,7 +192,8 @@ impl Engine {
         let model = match stages {
             1 => {
                 let decoder = Decoder::new(config, longest, &vb)?;
-                let slots = (0..slots).map(|_| held.slot(&decoder, longest)).collect::<Result<_>>()?;
+                let slots =
+                    (0..slots).map(|_| held.slot(&decoder, [longest, block])).collect::<Result<_>>()?;
                 EngineModel::Whole(Arc::new(decoder), slots)
             }
             _ => {
@@ -186,24 +209,33 @@ impl Engine {
             }
         };
         let [parameters, bytes] = held.sizes(&vb);
-        let replicas = (held.cp * held.ep > 1).then(|| ctx.group().clone());
+        let alike = match held.cp * held.ep {
+            1 => None,
+            _ => Some(all.flatten(&of_replica, "replica")?.group()?.clone()),
+        };
+        let replicas = (dp > 1).then(|| all.axis_group("dp").cloned()).transpose()?;
         Ok(Self {
             model,
             device: device.clone(),
+            alike,
             replicas,
+            vocab_size: config.vocab_size,
             load: began.elapsed().as_secs_f64(),
             parameters,
             bytes,
         })
     }
 
-    /// A decoder that was read before, and the slots of texts; `replicas` are all ranks, if some compute the same logits.
-    pub(crate) fn of(decoder: Arc<Decoder>, slots: Vec<Cache>, replicas: Option<ProcessGroup>) -> Self {
-        let device = decoder.device().clone();
+    /// A decoder that was read before, and the slots of texts; `alike` are all ranks, if some compute the
+    /// same logits.
+    pub(crate) fn of(decoder: Arc<Decoder>, slots: Vec<Cache>, alike: Option<ProcessGroup>) -> Self {
+        let (device, vocab_size) = (decoder.device().clone(), decoder.config().vocab_size);
         Self {
             model: EngineModel::Whole(decoder, slots),
             device,
-            replicas,
+            alike,
+            replicas: None,
+            vocab_size,
             load: 0.0,
             parameters: 0,
             bytes: 0,
@@ -221,10 +253,37 @@ impl Engine {
             EngineModel::Staged(model) => model.step(step)?,
         };
         // Unlike processors round unlike, and ranks that choose other tokens have other texts from then on.
-        Ok(match &self.replicas {
+        Ok(match &self.alike {
             Some(all) => all.broadcast(&logits, 0)?,
             None => logits,
         })
+    }
+
+    /// The logits that are wanted of the steps of all replicas, one replica's behind another's, on rank 0;
+    /// `None` on others. Each replica computes its own step. Every rank calls it with all of them.
+    ///
+    /// # Errors
+    /// Those of the model and of the group; if there are not as many steps as replicas.
+    pub(crate) fn step_of_each(&mut self, steps: &[DecodeStep]) -> Result<Option<Tensor>> {
+        let replica = self.replicas.as_ref().map_or(0, ProcessGroup::rank);
+        let replicas = self.replicas.as_ref().map_or(1, ProcessGroup::size);
+        ensure!(steps.len() == replicas, "{} steps for {replicas} replicas", steps.len());
+        let own = &steps[replica];
+        let logits = if own.is_empty() { None } else { Some(self.step(own)?.to_dtype(DType::F32)?) };
+        let Some(group) = &self.replicas else { return Ok(logits) };
+        // The first ranks of all replicas bring them together.
+        if group.ranks()[0] != 0 {
+            return Ok(None);
+        }
+        let wanted: Vec<usize> = steps.iter().map(DecodeStep::wanted).collect();
+        if wanted[1..].iter().all(|&rows| rows == 0) {
+            return Ok(logits.filter(|_| replica == 0));
+        }
+        let mine = match logits {
+            Some(logits) if wanted[replica] > 0 => logits,
+            _ => Tensor::zeros((0, self.vocab_size), DType::F32, &self.device)?,
+        };
+        Ok(group.gather(&mine, 0, &wanted, 0)?)
     }
 
     /// The sum of the losses of `targets`, which follow the last of `tokens`.

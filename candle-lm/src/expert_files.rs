@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use candle_shard::Weights;
 
 use crate::config::Config;
-use crate::config::experts::StackNames;
+use crate::config::experts::{StackLayout, StackNames};
 use crate::config::tensors::{EXPERTS, ExpertStack, LOGIT_BIAS, ROUTER};
 
 /// The routers, and the stacked gates with the ups below them, of files that hold experts as transformers 5 does in memory.
@@ -90,21 +90,25 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
 
 /// Gives the gates, ups and downs of all experts, which files have in other tensors, the names that layers have.
 fn apart(mut weights: Weights, config: &Config) -> Result<Weights> {
-    for ExpertStack { name, shape, parts, interleaved } in config.stacks() {
-        let has = weights.shape(&name)?;
+    for stack in config.stacks() {
+        let ExpertStack { name, shape, parts, layout } = &stack;
+        let has = weights.shape(name)?;
         ensure!(has == shape, "{name:?} is {has:?}, and config.json says {shape:?}");
-        weights = match (&parts[..], interleaved) {
-            ([part], _) => {
-                weights.rename(|known| if known == name { part.clone() } else { known.to_owned() })?
-            }
-            (parts, true) => weights.deal(&name, parts)?,
-            (parts, false) => {
-                let rows = shape[1] / parts.len();
+        // Gates that are each beside an up are dealt first.
+        let is_dealt = *layout == StackLayout::Interleaved && parts.len() > 1;
+        if stack.is_transposed() && !is_dealt {
+            weights = weights.transpose(name)?;
+        }
+        weights = match &parts[..] {
+            [part] => weights.rename(|known| if known == name { part.clone() } else { known.to_owned() })?,
+            parts if is_dealt => weights.deal(name, parts)?,
+            parts => {
+                let rows = weights.shape(name)?[1] / parts.len();
                 let parts: Vec<(&String, usize)> = parts.iter().map(|part| (part, rows)).collect();
-                weights.split_dim(&name, 1, &parts)?
+                weights.split_dim(name, 1, &parts)?
             }
         };
-        for part in parts.iter().filter(|_| interleaved && shape.len() == 3) {
+        for part in parts.iter().filter(|_| is_dealt && stack.is_transposed()) {
             weights = weights.transpose(part)?;
         }
     }

@@ -171,7 +171,8 @@ fn options(width: usize, experts: &Experts, vb: &MeshVarBuilder) -> MoEConfig {
         .expert_gate(experts.gate)
         .normalize(experts.normalize)
         .normalize_epsilon(experts.normalize_epsilon)
-        .scale(experts.scale);
+        .scale(experts.scale)
+        .weigh_inputs(experts.weigh_inputs);
     let has = |axis| vb.mesh().axis_index(axis).is_ok();
     let options = if has(EXPERT_AXIS) { options.expert_axis(EXPERT_AXIS) } else { options };
     if has(LAYER_AXIS) { options.tensor_axis(LAYER_AXIS) } else { options }

@@ -337,7 +337,7 @@ impl Lm {
             return Err(InputError(sentence).into());
         }
         let room = task.room(config).min(longest);
-        let slot = self.held.slot(&self.decoder, room)?;
+        let slot = self.held.slot(&self.decoder, [room, room])?;
         let engine = Engine::of(self.decoder.clone(), vec![slot], self.replicas()?);
         let mut session = Session::of(engine, config.clone(), ends, room);
         let draft = session.begin(&task);

@@ -33,19 +33,30 @@ use crate::projection::with_gates;
 /// assert_eq!(memory::cache_bytes(&config, DType::F32, [1, 100], [2, 3]), 4 * 4 * 32 * 2 * 4 * 34);
 /// ```
 pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp, cp]: [usize; 2]) -> usize {
+    text_bytes(config, dtype, [room, room], [tp, cp]).saturating_mul(texts)
+}
+
+/// Returns the bytes of [`cache_bytes`] of one text, which has memory for `tokens` of the `room` tokens that
+/// it may have. Layers with a window take all of theirs at once.
+pub(crate) fn text_bytes(
+    config: &Config,
+    dtype: DType,
+    [tokens, room]: [usize; 2],
+    [tp, cp]: [usize; 2],
+) -> usize {
     let of_token = |layer| {
         let Heads { query, key_value, dim } = config.heads_of(layer);
         let heads = if key_value < tp { query } else { key_value };
         // Each rank has all latents.
         config.parts.latent().map_or(2 * heads * dim, |widths| tp.max(1) * (widths.rank + widths.rotary))
     };
-    let part = room.div_ceil(cp.max(1));
+    let part = tokens.div_ceil(cp.max(1));
     let kept = |layer| config.parts.window(layer).filter(|&window| window < room).unwrap_or(part);
     let attention = (0..config.num_hidden_layers).filter(|&layer| config.parts.mixer(layer).is_attention());
     let of_layer = |layer| kept(layer).saturating_mul(of_token(layer));
     let numbers = attention.map(of_layer).fold(0, usize::saturating_add);
     let keys = numbers.saturating_mul(dtype.size_in_bytes());
-    keys.saturating_add(config.state_bytes(tp)).saturating_mul(texts)
+    keys.saturating_add(config.state_bytes(tp))
 }
 
 /// The matrices that each rank has whole.

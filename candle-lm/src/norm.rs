@@ -1,8 +1,8 @@
 //! Norms of hidden states, and of queries and keys.
 
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use candle_shard::nn::{Init, MeshVarBuilder};
-use candle_shard::{DTensor, Replicate, Result};
+use candle_shard::{DTensor, Placements, Replicate, Result};
 
 use crate::config::Config;
 use crate::config::parts::NormKind;
@@ -29,6 +29,14 @@ impl Norm {
             NormKind::LayerWithBias => Some(vb.get(width, "bias", Init::Const(0.0), Replicate, false)?),
         };
         Ok(Self { weight, bias, adds_one, eps: config.rms_norm_eps })
+    }
+
+    /// A norm without weights, for rows of `width` of the layers that a builder makes.
+    pub(crate) fn unweighted(width: usize, config: &Config, vb: &MeshVarBuilder) -> Result<Self> {
+        let everywhere = Placements::from_elem(Replicate, vb.mesh().ndim());
+        let ones = Tensor::ones(width, vb.dtype(), vb.device())?;
+        let weight = DTensor::from_local(ones, vb.mesh(), &everywhere, width)?;
+        Ok(Self { weight, bias: None, adds_one: false, eps: config.rms_norm_eps })
     }
 
     /// The same norm with another number that keeps it from dividing by zero.

@@ -317,8 +317,12 @@ impl Frequencies {
                 // How often the pair turns in the learned context: rare turns are stretched, frequent ones are not.
                 let scaled = |frequency: f64| {
                     let turns = *learned as f64 * frequency / (2.0 * PI);
-                    let kept =
-                        ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+                    let span = high_freq_factor - low_freq_factor;
+                    let kept = match span > 0.0 {
+                        true => ((turns - low_freq_factor) / span).clamp(0.0, 1.0),
+                        // Nothing is between both.
+                        false => f64::from(u8::from(turns >= *low_freq_factor)),
+                    };
                     frequency * (kept + (1.0 - kept) / factor)
                 };
                 (plain().map(scaled).collect(), 1.0)

@@ -59,7 +59,8 @@ impl Session {
     /// Those of [`Engine::new`].
     pub fn open(ctx: &RankContext, stages: usize, files: &Files, task: &Task, room: usize) -> Result<Self> {
         let room = room.min(files.config.longest()).min(task.cache_tokens.unwrap_or(usize::MAX));
-        let engine = Engine::new(ctx, stages, files, &task.held, Purpose::Write { slots: 1, room })?;
+        let engine =
+            Engine::new(ctx, stages, files, &task.held, Purpose::Write { slots: 1, room, block: room })?;
         Ok(Self::of(engine, files.config.clone(), files.ends.clone(), room))
     }
 

@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup, RankContext};
-use candle_pipe::microbatch::split_args_kwargs_into_chunks;
+use candle_pipe::microbatch::Microbatches;
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{Kwargs, Result, Runtime, StageLayout, StepOptions};
+use candle_pipe::{Result, Runtime, StageLayout, StepOptions, Value};
 use candle_shard::nn::MeshVarBuilder;
 
 use crate::config::Config;
@@ -12,10 +12,16 @@ use crate::cut::{DecoderPipe, StageCut};
 use crate::declare;
 use crate::step::DecodeStep;
 
+/// The fewest tokens of a microbatch. With fewer, a stage would take about as long as for those of all
+/// together.
+const LEAST: usize = 64;
+
 /// This rank's stage of a decoder, which holds the keys and values of its layers.
 pub(crate) struct StagedDecoder {
     runtime: Runtime,
     stages: ProcessGroup,
+    /// The most microbatches that are in flight at once.
+    microbatches: usize,
     device: Device,
     vocab_size: usize,
 }
@@ -27,6 +33,10 @@ pub(crate) enum DecoderPurpose {
     Write {
         /// The texts.
         slots: usize,
+        /// The tokens for which a text takes memory at a time.
+        block: usize,
+        /// Whether tokens of a text may be computed one after another in a step.
+        is_cut: bool,
         /// What keys and values are kept in, if not in the dtype of the computation.
         cache: Option<DType>,
     },
@@ -50,15 +60,19 @@ impl StagedDecoder {
     ) -> Result<Self> {
         let stages = mesh.axis_group("pp")?;
         let cut = StageCut::new(stages.size(), layout);
-        let pipe: DecoderPipe = match used {
-            DecoderPurpose::Write { slots, cache } => declare::writer(config, [slots, longest], cache, &cut)?,
-            DecoderPurpose::Score => declare::scorer(config, longest, &cut)?,
+        let (pipe, microbatches): (DecoderPipe, usize) = match used {
+            DecoderPurpose::Write { slots, block, cache, is_cut } => (
+                declare::writer(config, [slots, longest, block], cache, &cut)?,
+                if is_cut { stages.size() } else { 1 },
+            ),
+            DecoderPurpose::Score => (declare::scorer(config, longest, &cut)?, 1),
         };
-        let schedule = ScheduleKind::GPipe.schedule(stages.size(), 1, 1)?.forward_only();
+        let schedule = ScheduleKind::GPipe.schedule(stages.size(), 1, microbatches)?.forward_only();
         let runtime = Runtime::new(&pipe, &schedule, stages, vb, vb.device())?.for_device_of(ctx)?;
         Ok(Self {
             runtime,
             stages: stages.clone(),
+            microbatches,
             device: vb.device().clone(),
             vocab_size: config.vocab_size,
         })
@@ -71,9 +85,13 @@ impl StagedDecoder {
     /// Those of the runtime.
     pub(crate) fn step(&self, step: &DecodeStep) -> Result<Tensor> {
         let device = &self.device;
+        let parts = step.parts(self.microbatches, LEAST);
+        let inputs = parts.iter().map(|part| Ok([part.tokens(device)?, part.packed(device)?]));
+        let inputs = inputs.collect::<Result<Vec<_>>>()?;
+        // A part of which no logits are wanted has some all the same; so has a step.
+        let has_rows = |part: usize| parts[part].wanted() > 0 || (step.wanted() == 0 && part == 0);
         let shape = [step.rows(), self.vocab_size];
-        let inputs = [step.tokens(device)?, step.packed(device)?];
-        step.adapters().run(|| self.output("logits", inputs, &shape))
+        step.adapters().run(|| self.output("logits", inputs, has_rows, &shape))
     }
 
     /// The sum of the losses of `targets` `[1, last]`, which follow the last of `tokens` `[1, tokens]`, on all ranks, of a
@@ -82,21 +100,32 @@ impl StagedDecoder {
     /// # Errors
     /// Those of the runtime.
     pub(crate) fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<f64> {
-        let loss = self.output("sum", [tokens.clone(), targets.clone()], &[1])?;
+        let loss = self.output("sum", vec![[tokens.clone(), targets.clone()]], |_| true, &[1])?;
         Ok(f64::from(loss.to_vec1::<f32>()?[0]))
     }
 
-    /// An output of the last stage, on all ranks.
-    fn output(&self, name: &str, inputs: [Tensor; 2], shape: &[usize]) -> Result<Tensor> {
-        let device = inputs[0].device().clone();
-        let batch = split_args_kwargs_into_chunks(&inputs.map(Into::into), &Kwargs::new(), 1, None, None)?;
+    /// An output of the last stage, on all ranks: those of the microbatches for which `is_wanted` says so,
+    /// one behind another.
+    fn output(
+        &self,
+        name: &str,
+        inputs: Vec<[Tensor; 2]>,
+        is_wanted: impl Fn(usize) -> bool,
+        shape: &[usize],
+    ) -> Result<Tensor> {
+        let batch = inputs.into_iter().map(|inputs| inputs.map(Value::from).to_vec()).collect();
+        let batch = Microbatches::of_rows(batch)?;
         let outputs = self.runtime.evaluate(&batch, &StepOptions::default())?.step.outputs;
         let last = self.stages.size() - 1;
-        let mine =
-            outputs.iter().find_map(|output| output.get(name).ok()).filter(|_| self.stages.rank() == last);
-        let made = match mine {
-            Some(made) => made.tensor()?.clone(),
-            None => Tensor::zeros(shape, DType::F32, &device)?,
+        let made = if self.stages.rank() == last {
+            let wanted = outputs.iter().enumerate().filter(|(at, _)| is_wanted(*at));
+            let parts = wanted.map(|(_, output)| Ok(output.get(name)?.tensor()?.clone()));
+            match &parts.collect::<Result<Vec<_>>>()?[..] {
+                [whole] => whole.clone(),
+                parts => Tensor::cat(parts, 0)?,
+            }
+        } else {
+            Tensor::zeros(shape, DType::F32, &self.device)?
         };
         Ok(self.stages.broadcast(&made, last)?)
     }

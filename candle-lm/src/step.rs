@@ -26,7 +26,7 @@ pub enum SlotPast {
 pub struct SlotTokens {
     /// The slot of the cache that the tokens go to.
     pub slot: usize,
-    /// How many new tokens there are.
+    /// How many new tokens there are; with none and nothing before them, what the slot has is forgotten.
     pub tokens: usize,
     /// What is before them.
     pub past: SlotPast,
@@ -110,6 +110,37 @@ impl DecodeStep {
         self.spans.push(SlotTokens { slot, tokens: tokens.len(), past, rows, adapters });
     }
 
+    /// Empties a slot, which comes after those of all texts that were added.
+    pub(crate) fn push_empty(&mut self, slot: usize) {
+        self.push_behind(slot, SlotPast::Nothing, &[], 0, RowAdapters::All);
+    }
+
+    /// Cuts the step into up to `most` parts of about as many tokens each, and at least `least`, which do the
+    /// same one after another. Texts may be cut. The first part has what is before the tokens of all texts.
+    pub(crate) fn parts(&self, most: usize, least: usize) -> Vec<Self> {
+        let count = (self.len() / least.max(1)).clamp(1, most.max(1));
+        let mut parts = vec![Self::default(); count];
+        let mut start = 0;
+        for span in &self.spans {
+            let (end, mut past) = (start + span.tokens, span.past);
+            for (nth, part) in parts.iter_mut().enumerate() {
+                let [first, behind] = [nth, nth + 1].map(|nth| self.len() * nth / count);
+                let (from, to) = (start.max(first), end.min(behind));
+                let tokens = self.tokens.get(from..to).unwrap_or_default();
+                let begins = nth == 0 && past != SlotPast::All;
+                if tokens.is_empty() && !begins {
+                    continue;
+                }
+                // Logits are wanted of the last tokens of a text.
+                let rows = to.saturating_sub(from.max(end - span.rows));
+                part.push_behind(span.slot, past, tokens, rows, span.adapters);
+                past = SlotPast::All;
+            }
+            start = end;
+        }
+        parts
+    }
+
     /// How many tokens there are.
     pub fn len(&self) -> usize {
         self.tokens.len()
@@ -127,12 +158,17 @@ impl DecodeStep {
 
     /// The adapters of the tokens.
     pub(crate) fn adapters(&self) -> ActiveAdapters {
-        of_rows(self.spans.iter().map(|span| (span.tokens, span.adapters)))
+        of_rows(computed(&self.spans).map(|span| (span.tokens, span.adapters)))
     }
 
     /// The tokens `[1, tokens]`.
     pub(crate) fn tokens(&self, device: &Device) -> candle_core::Result<Tensor> {
         Tensor::from_slice(&self.tokens, (1, self.tokens.len()), device)
+    }
+
+    /// The rows of logits that are wanted.
+    pub(crate) fn wanted(&self) -> usize {
+        self.spans.iter().map(|span| span.rows).sum()
     }
 
     /// The rows of logits: those that are wanted, or one if none is.
@@ -163,6 +199,11 @@ impl DecodeStep {
     }
 }
 
+/// The spans that have tokens.
+fn computed(spans: &[SlotTokens]) -> impl DoubleEndedIterator<Item = &SlotTokens> + Clone {
+    spans.iter().filter(|span| span.tokens > 0)
+}
+
 /// The adapters of so many rows each. Where all texts have all of them, rows may lie along any dim.
 fn of_rows(rows: impl Iterator<Item = (usize, RowAdapters)> + Clone) -> ActiveAdapters {
     match rows.clone().all(|(_, adapters)| adapters == RowAdapters::All) {
@@ -173,8 +214,8 @@ fn of_rows(rows: impl Iterator<Item = (usize, RowAdapters)> + Clone) -> ActiveAd
 
 /// The adapters of the rows of [`wanted_rows`].
 pub(crate) fn wanted_adapters(spans: &[SlotTokens]) -> ActiveAdapters {
-    let wanted = spans.iter().map(|span| (span.rows, span.adapters));
-    match spans.last() {
+    let wanted = computed(spans).map(|span| (span.rows, span.adapters));
+    match computed(spans).next_back() {
         Some(last) if wanted.clone().all(|(rows, _)| rows == 0) => of_rows([(1, last.adapters)].into_iter()),
         _ => of_rows(wanted),
     }
@@ -219,6 +260,40 @@ mod tests {
     use super::{DecodeStep, SlotPast, unpack};
     use candle_core::Device;
     use candle_shard::nn::RowAdapters;
+
+    #[test]
+    fn parts_of_a_step_have_its_tokens_and_rows_in_order() {
+        let mut step = DecodeStep::default();
+        let copied = SlotPast::Prefix { slot: 0, tokens: 5 };
+        step.push_behind(0, SlotPast::All, &[1], 1, RowAdapters::All);
+        step.push_behind(1, SlotPast::Nothing, &[2, 3, 4, 5, 6], 3, RowAdapters::All);
+        step.push_empty(2);
+        step.push_behind(3, copied, &[7, 8, 9], 1, RowAdapters::All);
+        step.push_behind(4, SlotPast::All, &[10], 0, RowAdapters::All);
+        assert_eq!(step.parts(1, 1), [step.clone()]);
+        assert_eq!(step.parts(9, 6), [step.clone()], "each part has so many at least");
+        let told = |part: &DecodeStep| -> Vec<_> {
+            part.spans().iter().map(|span| (span.slot, span.tokens, span.past, span.rows)).collect()
+        };
+        let parts = step.parts(2, 5);
+        let begins = [
+            (0, 1, SlotPast::All, 1),
+            (1, 4, SlotPast::Nothing, 2),
+            (2, 0, SlotPast::Nothing, 0),
+            (3, 0, copied, 0),
+        ];
+        assert_eq!(told(&parts[0]), begins);
+        let goes_on = [(1, 1, SlotPast::All, 1), (3, 3, SlotPast::All, 1), (4, 1, SlotPast::All, 0)];
+        assert_eq!(told(&parts[1]), goes_on);
+        for most in 1..=10 {
+            let parts = step.parts(most, 1);
+            assert_eq!(parts.len(), most);
+            let tokens: Vec<u32> = parts.iter().flat_map(|part| part.tokens.clone()).collect();
+            assert_eq!(tokens, step.tokens);
+            assert_eq!(parts.iter().map(DecodeStep::wanted).sum::<usize>(), step.wanted());
+            assert!(parts.iter().all(|part| part.len() >= 10 / most));
+        }
+    }
 
     #[test]
     fn a_step_is_the_same_behind_words_and_packed_spans() {

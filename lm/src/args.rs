@@ -231,7 +231,10 @@ impl Launched for Args {
                     self.model_ranks().saturating_mul(*dp),
                 )]
             }
-            _ => vec![(format!("--pp {pp}{tokens}{experts} × --tp {tp}"), self.model_ranks())],
+            _ => {
+                let replicas = if self.dp() > 1 { format!(" × --dp {}", self.dp()) } else { String::new() };
+                vec![(format!("--pp {pp}{replicas}{tokens}{experts} × --tp {tp}"), self.model_ranks())]
+            }
         }
     }
 }
@@ -252,10 +255,15 @@ impl Args {
         HubName::parse(model.to_str()?)
     }
 
-    /// The ranks over which a model that is not trained is cut.
+    /// The ranks of all replicas over which a model that is not trained is cut.
     pub fn model_ranks(&self) -> usize {
         // Also asked for before the flags are checked.
-        [self.cp, self.ep, self.tp].into_iter().fold(self.pp, usize::saturating_mul)
+        [self.pp, self.cp, self.ep, self.tp].into_iter().fold(self.dp(), usize::saturating_mul)
+    }
+
+    /// The replicas of a model that is not trained: those of a server.
+    pub fn dp(&self) -> usize {
+        if self.command == Some(Command::Serve) { self.training.dp } else { 1 }
     }
 
     /// The seed of all random numbers.

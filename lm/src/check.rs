@@ -29,13 +29,15 @@ impl Args {
             ("--pp", pp, MAX_RANKS),
             ("--cp", self.cp, MAX_RANKS),
             ("--ep", self.ep, MAX_RANKS),
+            ("--dp", self.dp(), MAX_RANKS),
             ("--threads", threads.unwrap_or(1), 1024),
             ("--max-tokens", max_tokens, MAX_TOKENS),
         ])?;
         if !self.training.trains() {
             require!(
                 self.model_ranks() <= MAX_RANKS,
-                "--pp {pp} × --cp {} × --ep {} × --tp {tp} are too many ranks: give at most {MAX_RANKS}.",
+                "--pp {pp} × --dp {} × --cp {} × --ep {} × --tp {tp} are too many ranks: give at most {MAX_RANKS}.",
+                self.dp(),
                 self.cp,
                 self.ep
             );

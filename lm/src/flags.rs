@@ -24,13 +24,14 @@ const HEADINGS: [(&str, &[Command]); 9] = [
 ];
 
 /// The commands of flags that are not those of their heading.
-const FLAGS: [(&str, &[Command]); 13] = [
+const FLAGS: [(&str, &[Command]); 14] = [
     ("adapter", &[Generate, Serve, Score, Export, Merge]),
     ("dtype", &[Generate, Train, Serve, Score, Info, Merge]),
     ("model", &[Generate, Train, Serve, BenchServe, Score, Info, Export, Merge]),
     ("seed", &[Generate, Train, Serve, BenchServe, Score, Info]),
     ("ignore_field", &[Generate, Train, Serve, Score, Info, Export, Merge]),
     ("tp", &[Generate, Train, Serve, Score, Info]),
+    ("dp", &[Train, Serve]),
     ("cp", &[Generate, Train, Score]),
     ("ep", &[Generate, Train, Serve, Score, Info]),
     ("shares", &[Generate, Serve, Score, Info]),

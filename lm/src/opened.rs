@@ -69,6 +69,7 @@ pub fn held(args: &Args, files: &Files) -> Result<ModelOptions> {
         shares: args.shares.clone(),
         ep: args.ep,
         cp: args.cp,
+        dp: args.dp(),
     })
 }
 

@@ -167,7 +167,11 @@ impl MoeLayer {
         for expert in 0..config.experts {
             let uses = choices.iter().flatten().map(|choice| f64::from(u8::from(*choice == Some(expert))));
             let uses = Tensor::from_iter(uses, x.device())?.reshape(weights.shape())?.to_dtype(x.dtype())?;
-            let weight = (&weights * uses)?.sum_keepdim(1)?;
+            let weight = (&weights * &uses)?.sum_keepdim(1)?;
+            let (flat, weight) = match config.weigh_inputs {
+                true => (flat.broadcast_mul(&weight)?, uses.sum_keepdim(1)?),
+                false => (flat.clone(), weight),
+            };
             let [gate, up, down] =
                 [&self.experts[0], &self.experts[1], &self.experts[2]].map(|w| w.get(expert));
             let biases = self.biases.as_ref().map(|biases| biases.each_ref().map(|bias| bias.get(expert)));

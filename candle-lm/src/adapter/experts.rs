@@ -9,6 +9,7 @@ use candle_shard::nn::LoraOptions;
 use super::AdapterConfig;
 use super::config::ends_with_module;
 use crate::config::Config;
+use crate::config::experts::StackLayout;
 use crate::config::tensors::EXPERTS;
 
 /// A parameter of the experts of a layer that an adapter changes.
@@ -41,7 +42,14 @@ pub(super) fn modules(config: &AdapterConfig, model: &Config) -> Result<Vec<Expe
     let (mut modules, mut used) = (Vec::new(), vec![false; targets.len()]);
     for layer in 0..model.num_hidden_layers {
         let Some(experts) = model.parts.experts(layer) else { continue };
-        let interleaved = experts.names.stacks.is_some_and(|stacks| stacks.interleaved);
+        let layout = experts.names.stacks.map_or(StackLayout::Rows, |stacks| stacks.layout);
+        // PEFT takes the outputs of such matrices for their inputs.
+        ensure!(
+            layout != StackLayout::Columns,
+            "target_parameters names experts, which is not supported in the family {}: name modules of its other layers",
+            model.family
+        );
+        let interleaved = layout == StackLayout::Interleaved;
         let at = |name: &str| format!("model.layers.{layer}.{name}");
         let [gate_up, down] =
             ["gate_up_proj", "down_proj"].map(|name| format!("{}.{name}", experts.names.module));

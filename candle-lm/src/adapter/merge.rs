@@ -84,7 +84,8 @@ impl MergedAdapter {
             is_untied |= is_shared;
             for (part, _) in &module.parts {
                 let is_table = module.kind == ModuleKind::Table;
-                let factors = LayerFactors { options: options.clone(), first: module.path.clone(), is_table };
+                let factors =
+                    LayerFactors { options: options.clone(), first: module.first().to_owned(), is_table };
                 changed.insert(part.clone(), factors);
             }
         }

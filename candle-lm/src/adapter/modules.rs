@@ -20,6 +20,11 @@ pub struct LayerModule {
 }
 
 impl LayerModule {
+    /// The path of `A`, which all parts have in common.
+    pub(super) fn first(&self) -> &str {
+        if let [(part, _)] = &self.parts[..] { part } else { &self.path }
+    }
+
     /// The shape of the weight of so many of its rows.
     pub(super) fn weight_shape(&self, rows: usize) -> Vec<usize> {
         if self.kind == ModuleKind::Norm { vec![rows] } else { vec![rows, self.shape[1]] }

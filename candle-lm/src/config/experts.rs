@@ -38,6 +38,8 @@ pub struct Experts {
     pub normalize_epsilon: f64,
     /// A factor of the weights.
     pub scale: f64,
+    /// Whether the weights multiply what experts get, and not what they make.
+    pub weigh_inputs: bool,
     /// The width of the network that all tokens use beside their experts; 0 for none.
     pub shared: usize,
     /// Whether a gate multiplies what that network makes of a token.
@@ -76,8 +78,19 @@ pub struct StackNames {
     pub gate_up: &'static str,
     /// Downs.
     pub down: &'static str,
-    /// Whether matrices are transposed, with each gate beside its up; else the ups of an expert are below its gates.
-    pub interleaved: bool,
+    /// How the matrices lie.
+    pub layout: StackLayout,
+}
+
+/// How the matrices of experts lie in a tensor that has those of all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StackLayout {
+    /// The ups of an expert are below its gates.
+    Rows,
+    /// The matrices are transposed: the ups of an expert are behind its gates.
+    Columns,
+    /// The matrices are transposed, with each gate beside its up.
+    Interleaved,
 }
 
 /// The names of Mixtral's files.
@@ -120,7 +133,7 @@ pub static GRANITE: ExpertNames = ExpertNames {
     stacks: Some(StackNames {
         gate_up: "block_sparse_moe.input_linear.weight",
         down: "block_sparse_moe.output_linear.weight",
-        interleaved: false,
+        layout: StackLayout::Rows,
     }),
     ..MIXTRAL
 };
@@ -131,7 +144,7 @@ pub static GPT_OSS: ExpertNames = ExpertNames {
     stacks: Some(StackNames {
         gate_up: "mlp.experts.gate_up_proj",
         down: "mlp.experts.down_proj",
-        interleaved: true,
+        layout: StackLayout::Interleaved,
     }),
     ..QWEN
 };
@@ -144,7 +157,7 @@ pub static MISTRAL: ExpertNames = ExpertNames {
     stacks: Some(StackNames {
         gate_up: "mlp.experts.gate_up_proj",
         down: "mlp.experts.down_proj",
-        interleaved: false,
+        layout: StackLayout::Rows,
     }),
     ..DEEPSEEK
 };
@@ -156,10 +169,27 @@ pub static GEMMA: ExpertNames = ExpertNames {
     stacks: Some(StackNames {
         gate_up: "experts.gate_up_proj",
         down: "experts.down_proj",
-        interleaved: false,
+        layout: StackLayout::Rows,
     }),
     ..QWEN
 };
+
+/// The names of the files of Llama's mixtures.
+pub static LLAMA: ExpertNames = ExpertNames {
+    router: "feed_forward.router",
+    experts: "feed_forward.experts",
+    module: "feed_forward.experts",
+    stacks: Some(StackNames {
+        gate_up: "feed_forward.experts.gate_up_proj",
+        down: "feed_forward.experts.down_proj",
+        layout: StackLayout::Columns,
+    }),
+    ..QWEN
+};
+
+/// The names of the files of HunYuan's mixtures.
+pub static HUNYUAN: ExpertNames =
+    ExpertNames { router: "mlp.gate.wg", shared: ["mlp.shared_mlp", "mlp.shared_expert_gate"], ..QWEN };
 
 const SHARED: [&str; 2] = ["mlp.shared_experts", "mlp.shared_expert_gate"];
 
@@ -252,6 +282,7 @@ impl Default for Experts {
             normalize: true,
             normalize_epsilon: 0.0,
             scale: 1.0,
+            weigh_inputs: false,
             shared: 0,
             shared_gate: false,
             layers: Vec::new(),
@@ -339,6 +370,31 @@ impl Experts {
         Ok(Self { beside_dense: true, gate: ExpertGate::Gelu, balance: 0.0, ..read })
     }
 
+    /// Those of Llama 4, in some of the `layers` layers.
+    pub(super) fn llama4(fields: &Fields, layers: usize) -> Result<Self> {
+        let hidden = fields.size("moe_intermediate_size", super::MOST)?;
+        let step = fields.optional_size("interleave_moe_layer_step", super::MOST_LAYERS)?.unwrap_or(1);
+        let sparse = match fields.layers("moe_layers", layers)? {
+            Some(sparse) => sparse,
+            None => (1..=layers).map(|layer| layer.is_multiple_of(step)).collect(),
+        };
+        Ok(Self {
+            scores: Scores::Sigmoid,
+            normalize: false,
+            weigh_inputs: true,
+            shared: hidden,
+            layers: sparse,
+            balance: 0.0,
+            ..Self::read(fields, [16, 1], hidden, &LLAMA)?
+        })
+    }
+
+    /// Those of HunYuan, in all layers, beside a network of the same width for all tokens.
+    pub(super) fn hunyuan(fields: &Fields) -> Result<Self> {
+        let hidden = fields.size("intermediate_size", super::MOST)?;
+        Ok(Self { shared: hidden, balance: 0.0, ..Self::read(fields, [1, 1], hidden, &HUNYUAN)? })
+    }
+
     /// Those of OLMo, in all layers.
     pub(super) fn olmo(fields: &Fields) -> Result<Self> {
         let read = Self::read(fields, [64, 8], fields.size("intermediate_size", super::MOST)?, &QWEN)?;
@@ -369,14 +425,10 @@ impl Experts {
         let hidden = fields.optional_size("moe_intermediate_size", super::MOST)?.unwrap_or(absent.1);
         let step = fields.optional_size("decoder_sparse_step", super::MOST_LAYERS)?.unwrap_or(1);
         let mut sparse: Vec<bool> = (1..=layers).map(|i| i.is_multiple_of(step)).collect();
-        if let Some(list) = fields.get("mlp_only_layers") {
-            let number =
-                |value: &Value| usize::try_from(value.as_u64()?).ok().filter(|&layer| layer < layers);
-            let dense: Option<Vec<usize>> =
-                list.as_array().and_then(|list| list.iter().map(number).collect());
-            let said =
-                || format!("mlp_only_layers is {}; expected numbers of the {layers} layers", shortened(list));
-            dense.with_context(said)?.into_iter().for_each(|layer| sparse[layer] = false);
+        for (is_sparse, is_dense) in
+            sparse.iter_mut().zip(fields.layers("mlp_only_layers", layers)?.unwrap_or_default())
+        {
+            *is_sparse &= !is_dense;
         }
         let normalize = fields.switch("norm_topk_prob")?;
         Ok(Self { normalize, layers: sparse, ..Self::read(fields, absent.0, hidden, &QWEN)? })

@@ -275,6 +275,16 @@ impl Fields {
         types.map(Some).with_context(said)
     }
 
+    /// For each of so many layers whether a list of their numbers has it, if there is such a list.
+    pub(super) fn layers(&self, name: &str, layers: usize) -> Result<Option<Vec<bool>>> {
+        let Some(list) = self.get(name) else { return Ok(None) };
+        let number = |value: &Value| usize::try_from(value.as_u64()?).ok().filter(|&layer| layer < layers);
+        let listed: Option<Vec<usize>> = list.as_array().and_then(|list| list.iter().map(number).collect());
+        let said = || format!("{name} is {}; expected numbers of the {layers} layers", shortened(list));
+        let listed = listed.with_context(said)?;
+        Ok(Some((0..layers).map(|layer| listed.contains(&layer)).collect()))
+    }
+
     /// A positive number, if it is there.
     pub(super) fn optional_positive(&self, name: &str) -> Result<Option<f64>> {
         self.get(name).map(|value| positive(name, value)).transpose()

@@ -173,7 +173,17 @@ impl Config {
     ///
     /// # Errors
     /// Those of [`parse`](Self::parse).
-    pub fn from_fields(fields: Map<String, Value>, ignored: &[String]) -> Result<Self> {
+    pub fn from_fields(mut fields: Map<String, Value>, ignored: &[String]) -> Result<Self> {
+        // MLX says it twice, or by its own name alone.
+        let [own, common] = ["quantization", "quantization_config"];
+        let is_repeated = match (fields.get(own), fields.get(common)) {
+            (Some(said), Some(other)) => other.is_null() || said == other,
+            (said, None) => said.is_some(),
+            _ => false,
+        };
+        if is_repeated && let Some(said) = fields.remove(own) {
+            fields.insert(common.into(), said);
+        }
         Self::with_unknown(UnknownFields::of(&str::to_owned), fields, ignored)
     }
 

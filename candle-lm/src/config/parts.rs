@@ -31,6 +31,8 @@ pub struct Parts {
     pub activation: Activation,
     /// How many keys a token sees in each layer, its own included; all layers see all without a list.
     pub windows: Vec<Option<usize>>,
+    /// Whether windows are chunks: a token sees those before it in its own chunk of so many positions.
+    pub chunked: bool,
     /// Whether each layer has rotary positions; all have without a list.
     pub rotary: Vec<bool>,
     /// The base and the scaling of the rotary positions of layers with a window, if they have others.
@@ -98,19 +100,25 @@ pub struct LatentWidths {
     pub value: usize,
 }
 
-/// A factor of queries that grows with their positions, by steps of `length` tokens: 1 + scale · ln(1 + ⌊position / length⌋).
+/// A factor of queries that grows with their positions, by steps of `length` tokens:
+/// 1 + scale · ln(1 + ⌊(position + first) / length⌋).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionTemperature {
     /// How fast it grows.
     pub scale: f64,
     /// The positions that share a factor.
     pub length: usize,
+    /// The number that the first position has in it.
+    pub first: usize,
+    /// Whether layers with rotary positions have it, or else those without.
+    pub is_of_rotary: bool,
 }
 
 impl AttentionTemperature {
     /// The factor at a position.
     pub fn at(&self, position: usize) -> f64 {
-        1.0 + self.scale * (1.0 + position.checked_div(self.length).unwrap_or(0) as f64).ln()
+        let steps = (position + self.first).checked_div(self.length).unwrap_or(0);
+        1.0 + self.scale * (1.0 + steps as f64).ln()
     }
 }
 
@@ -161,6 +169,8 @@ pub enum QkNorm {
     Head,
     /// Over each head behind its rotary positions.
     HeadBehindRotary,
+    /// Over each head behind its rotary positions, without weights, and in layers with such positions alone.
+    UnweightedBehindRotary,
     /// Over all heads together.
     All,
 }
@@ -177,7 +187,7 @@ impl QkNorm {
     /// The sizes of the weights of both norms, if there are some.
     pub fn widths(self, Heads { query, key_value, dim }: Heads) -> Option<[usize; 2]> {
         match self {
-            Self::None => None,
+            Self::None | Self::UnweightedBehindRotary => None,
             Self::Head | Self::HeadBehindRotary => Some([dim, dim]),
             Self::All => Some([query * dim, key_value * dim]),
         }
@@ -225,6 +235,7 @@ impl Default for Parts {
             gated: true,
             activation: Activation::Silu,
             windows: Vec::new(),
+            chunked: false,
             rotary: Vec::new(),
             local_rope: None,
             rotary_share: 1.0,

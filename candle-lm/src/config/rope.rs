@@ -159,7 +159,8 @@ pub(super) fn temperature(fields: &Fields) -> Result<Option<AttentionTemperature
     }
     let length = positive(LEARNED, get(LEARNED)?)?;
     ensure!(length.fract() == 0.0, "{LEARNED} is {length}; expected a whole number");
-    Ok(Some(AttentionTemperature { scale: positive(scale, get(scale)?)?, length: length as usize }))
+    let (scale, length) = (positive(scale, get(scale)?)?, length as usize);
+    Ok(Some(AttentionTemperature { scale, length, first: 0, is_of_rotary: true }))
 }
 
 /// The share of each head that is turned.
@@ -320,8 +321,8 @@ impl RopeFields<'_> {
                     ["factor", "low_freq_factor", "high_freq_factor"].map(|name| self.number(name));
                 let (factor, low_freq_factor, high_freq_factor) = (factor?, low?, high?);
                 ensure!(
-                    low_freq_factor < high_freq_factor,
-                    "low_freq_factor {low_freq_factor} is not less than high_freq_factor {high_freq_factor}"
+                    low_freq_factor <= high_freq_factor,
+                    "low_freq_factor {low_freq_factor} is more than high_freq_factor {high_freq_factor}"
                 );
                 let original_max_position_embeddings = self.learned()?;
                 RopeScaling::Llama3 {

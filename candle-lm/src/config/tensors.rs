@@ -4,7 +4,7 @@ use candle_core::Tensor;
 use candle_shard::nn::Heads;
 
 use super::Config;
-use super::experts::{Experts, StackNames};
+use super::experts::{Experts, StackLayout, StackNames};
 use super::mixers::{DeltaHeads, MixerKind};
 use super::parts::{FUSED_GATE, FUSED_QKV, FUSED_SHARED, LatentWidths, NormKind, Parts};
 
@@ -38,18 +38,23 @@ pub struct ExpertStack {
     pub shape: Vec<usize>,
     /// The tensors in memory that it has.
     pub parts: Vec<String>,
-    /// Whether it is [transposed](super::experts::StackNames::interleaved).
-    pub interleaved: bool,
+    /// How its matrices lie.
+    pub layout: StackLayout,
 }
 
 impl ExpertStack {
     /// The tensor of files, of tensors in memory.
     pub(crate) fn join(&self, parts: &[Tensor]) -> candle_core::Result<Tensor> {
-        if !self.interleaved {
-            return Tensor::cat(parts, 1);
-        }
-        let both = Tensor::stack(parts, 2)?.flatten(1, 2)?;
-        if both.rank() == 2 { Ok(both) } else { both.transpose(1, 2)?.contiguous() }
+        let both = match self.layout {
+            StackLayout::Interleaved => Tensor::stack(parts, 2)?.flatten(1, 2)?,
+            StackLayout::Rows | StackLayout::Columns => Tensor::cat(parts, 1)?,
+        };
+        if self.is_transposed() { both.transpose(1, 2)?.contiguous() } else { Ok(both) }
+    }
+
+    /// Whether it has transposed matrices.
+    pub fn is_transposed(&self) -> bool {
+        self.layout != StackLayout::Rows && self.shape.len() == 3
     }
 }
 
@@ -321,19 +326,19 @@ impl Config {
     pub fn stacks(&self) -> Vec<ExpertStack> {
         let of_layer = |layer: usize| {
             let Some(experts) = self.parts.experts(layer) else { return Vec::new() };
-            let Some(StackNames { gate_up, down, interleaved }) = experts.names.stacks else {
+            let Some(StackNames { gate_up, down, layout }) = experts.names.stacks else {
                 return Vec::new();
             };
             let Experts { count, hidden: inner, biases, .. } = *experts;
             let at = |name: &str| format!("model.layers.{layer}.{name}");
             let stack = |name: &str, parts: &[&str], rows: usize, columns: Option<usize>| {
                 let mut shape: Vec<usize> = [rows].into_iter().chain(columns).collect();
-                if interleaved {
+                if layout != StackLayout::Rows {
                     shape.reverse();
                 }
                 shape.insert(0, count);
                 let parts = parts.iter().map(|part| at(part)).collect();
-                ExpertStack { name: at(name), shape, parts, interleaved }
+                ExpertStack { name: at(name), shape, parts, layout }
             };
             let hidden = self.hidden_size;
             let mut stacks = vec![

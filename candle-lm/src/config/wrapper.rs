@@ -13,7 +13,7 @@ struct Wrapper {
     families: &'static [&'static str],
 }
 
-const WRAPPERS: [Wrapper; 12] = [
+const WRAPPERS: [Wrapper; 13] = [
     Wrapper {
         model_type: "gemma3",
         architecture: "Gemma3ForConditionalGeneration",
@@ -23,6 +23,11 @@ const WRAPPERS: [Wrapper; 12] = [
         model_type: "gemma4",
         architecture: "Gemma4ForConditionalGeneration",
         families: &["gemma4_text"],
+    },
+    Wrapper {
+        model_type: "llama4",
+        architecture: "Llama4ForConditionalGeneration",
+        families: &["llama4_text"],
     },
     Wrapper {
         model_type: "mistral3",
@@ -113,10 +118,11 @@ const OF_BOTH: [&str; 7] = [
 ];
 
 /// The parts of models that turn images into tokens, by the beginnings of their tensors' names.
-const PARTS_OF_IMAGES: [&str; 7] = [
+const PARTS_OF_IMAGES: [&str; 8] = [
     "audio_tower.",
     "embed_audio.",
     "embed_vision.",
+    "vision_model.",
     "vision_tower.",
     "multi_modal_projector.",
     "mm_projector.",

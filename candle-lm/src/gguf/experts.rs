@@ -47,7 +47,7 @@ pub(super) fn fields(
     fields: &mut Map<String, Value>,
 ) -> Result<()> {
     let only = match kind {
-        "glm4moe" | "minimax-m2" | "lfm2moe" => 2,
+        "glm4moe" | "minimax-m2" | "lfm2moe" | "llama4" => 2,
         // The softmax of the chosen logits, which is that of all over its sum.
         "gpt-oss" => 3,
         _ => 1,
@@ -61,6 +61,15 @@ pub(super) fn fields(
     if kind == "lfm2moe" {
         let dense = fields.remove("first_k_dense_replace").unwrap_or(json!(0));
         fields.insert("num_dense_layers".into(), dense);
+    }
+    if kind == "hunyuan-moe" {
+        // A network of the same width, which there is one of.
+        let count = fields.remove("n_shared_experts");
+        ensure!(
+            count.as_ref().is_none_or(|count| *count == json!(1)),
+            "{kind}.expert_shared_count is {}, and only 1 is supported",
+            count.unwrap_or_default()
+        );
     }
     if kind != "glm4moe" {
         for (key, name, idle) in IDLE {
@@ -98,6 +107,21 @@ pub(super) fn fields(
             } else {
                 fields.remove("shared_intermediate_size");
             }
+        }
+        "hunyuan-moe" => {
+            for (key, name) in [
+                ("expert_feed_forward_length", "moe_intermediate_size"),
+                ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+            ] {
+                let (width, all) = (fields.remove(name), fields.get("intermediate_size"));
+                ensure!(
+                    width.is_none() || width.as_ref() == all,
+                    "{kind}.{key} is {}, and only feed_forward_length {} is supported",
+                    width.unwrap_or_default(),
+                    all.cloned().unwrap_or_default()
+                );
+            }
+            normalizes(kind, fields)?;
         }
         "gpt-oss" => {
             // What is said of layers without experts, which there are none of.

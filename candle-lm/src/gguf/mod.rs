@@ -5,6 +5,7 @@ mod experts;
 pub(super) mod export;
 mod gemma4;
 mod latent;
+mod llama4;
 mod mamba;
 mod pre_tokenizer;
 pub(super) mod rope;
@@ -31,12 +32,13 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 45] = [
+const ARCHITECTURES: [(&str, &str, bool); 47] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
     ("mistral3", "ministral3", true),
     ("smollm3", "smollm3", true),
+    (llama4::KIND, "llama4_text", false),
     ("granite", "granite", true),
     ("granitemoe", "granitemoe", true),
     ("qwen2", "qwen2", false),
@@ -55,6 +57,7 @@ const ARCHITECTURES: [(&str, &str, bool); 45] = [
     ("seed_oss", "seed_oss", false),
     ("exaone4", "exaone4", false),
     ("hunyuan-dense", "hunyuan_v1_dense", false),
+    ("hunyuan-moe", "hunyuan_v1_moe", false),
     ("ernie4_5", "ernie4_5", false),
     ("chatglm", "glm", false),
     ("glm4", "glm4", false),
@@ -83,7 +86,7 @@ const ARCHITECTURES: [(&str, &str, bool); 45] = [
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 42] = [
+const FIELDS: [(&str, Option<&str>); 43] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -121,6 +124,7 @@ const FIELDS: [(&str, Option<&str>); 42] = [
     ("expert_group_count", Some("n_group")),
     ("expert_group_used_count", Some("topk_group")),
     ("leading_dense_block_count", Some("first_k_dense_replace")),
+    ("interleave_moe_layer_step", Some("interleave_moe_layer_step")),
     ("nextn_predict_layers", Some("num_nextn_predict_layers")),
     ("shortconv.l_cache", Some("conv_L_cache")),
     ("ssm.conv_kernel", Some("conv_kernel")),
@@ -314,6 +318,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     }
     if kind == gemma4::KIND {
         gemma4::fields(metadata, weights, &mut fields)?;
+    }
+    if kind == llama4::KIND {
+        llama4::fields(&mut fields)?;
     }
     match latent::is_kind(kind) {
         true => latent::fields(kind, metadata, weights, &mut fields)?,

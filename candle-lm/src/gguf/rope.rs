@@ -96,7 +96,9 @@ pub(super) fn fields(
             &["rope.scaling.original_context_length", "rope.scaling.attn_factor"]
         }
         // The base is stretched already, and these numbers have no effect.
-        None | Some("none") if kind == "hunyuan-dense" => &["rope.scaling.original_context_length"],
+        None | Some("none") if ["hunyuan-dense", "hunyuan-moe"].contains(&kind) => {
+            &["rope.scaling.original_context_length"]
+        }
         None | Some("none") => &[],
         Some(other) => {
             bail!("{kind}.rope.scaling.type is {other:?}, and only none, linear and yarn are supported")

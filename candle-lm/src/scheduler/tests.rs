@@ -1,5 +1,5 @@
 //! The scheduler, against slots that only remember tokens.
-use super::{NewText, PassPlan, RowAdapters, Scheduler};
+use super::{CacheBudget, PassPlan, RowAdapters, Scheduler, SlotText};
 use crate::config::{Config, RopeScaling};
 use crate::random_model;
 use crate::step::SlotPast;
@@ -19,6 +19,11 @@ impl Memory {
         let words = plan.step.words();
         let all = &words[words.len() - plan.step.len()..];
         for span in plan.step.spans() {
+            if span.tokens == 0 {
+                assert!(span.past == SlotPast::Nothing && !self.0[span.slot].is_empty());
+                self.0[span.slot].clear();
+                continue;
+            }
             let (text, is_turned, kind) = tokens(span.slot);
             let memory = &mut self.0[span.slot];
             match span.past {
@@ -67,26 +72,33 @@ impl Texts {
         let number = self.texts.len();
         self.texts.push((prompt.clone(), kind, length));
         let adapters = if kind % 2 == 1 { RowAdapters::One(0) } else { RowAdapters::Model };
-        let refused = self.scheduler.admit(NewText {
-            prompt,
-            salt: kind / 2,
-            adapters,
-            wants_all: false,
-            carried: number,
-        });
-        assert!(refused.is_none());
-        let (at, _) = self.scheduler.texts().find(|(_, text)| **text == number).unwrap();
-        self.of_slot[at] = Some(number);
+        self.scheduler.admit(SlotText { salt: kind / 2, adapters, ..SlotText::new(prompt, number) });
+        self.look();
+    }
+
+    /// Looks which texts slots have.
+    fn look(&mut self) {
+        let slots = self.scheduler.slots.iter();
+        self.of_slot = slots.map(|slot| slot.text.as_ref().map(|text| text.carried)).collect();
+    }
+
+    /// The slots that have texts.
+    fn texts_now(&self) -> Vec<usize> {
+        (0..self.of_slot.len()).filter(|&at| self.of_slot[at].is_some()).collect()
     }
 
     fn pass(&mut self, next: &mut dyn FnMut() -> u32) -> PassPlan {
         let plan = self.scheduler.plan();
+        self.look();
         let (texts, of_slot, learned) = (&self.texts, &self.of_slot, self.learned);
         self.memory.run(&plan, &|slot| {
             let (tokens, kind, _) = texts[of_slot[slot].unwrap()].clone();
             let is_turned = tokens.len() > learned;
             (tokens, is_turned, kind)
         });
+        let memory = self.scheduler.memory;
+        let taken: usize = self.memory.0.iter().map(|slot| memory.of_text(slot.len())).sum();
+        assert!(taken <= memory.most && self.scheduler.bytes() <= memory.most, "{taken} bytes");
         for rows in plan.rows.clone() {
             assert!(rows.is_next);
             let number = self.of_slot[rows.slot].unwrap();
@@ -117,38 +129,54 @@ fn longrope(learned: usize) -> Config {
 
 #[test]
 fn random_texts_get_what_they_would_compute_alone() {
-    let (mut passes, mut texts, mut reused) = (0, 0, 0);
+    let (mut passes, mut texts, mut reused, mut preempted) = (0, 0, 0, 0);
     for seed in 0..400 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut below = move |most: u32| (rng.next_u32() % most) as usize;
         let (slots, chunk) = (1 + below(5), 1 + below(12));
+        let budget = budget(1 + below(9), below(3), ROOM + below(2 * ROOM as u32));
+        let is_bounded = seed % 2 == 0;
         let learned = if seed % 3 == 0 { 24 } else { usize::MAX };
         let config = if learned == 24 { longrope(24) } else { random_model::config() };
         let mut all = Texts::new(&config, slots, chunk, learned);
+        if is_bounded {
+            all.scheduler = all.scheduler.within(budget);
+        }
         let mut next = ChaCha8Rng::seed_from_u64(!seed);
         let mut next = || next.next_u32() % 2;
         let mut came = 0;
-        while came < 30 || all.scheduler.texts().count() > 0 {
-            while came < 30 && all.scheduler.has_room() && below(3) > 0 {
+        while came < 30 || !all.texts_now().is_empty() || all.scheduler.preempted().0 > 0 {
+            while came < 30 && below(3) > 0 {
                 // Prompts that often begin alike, or go on from what was written.
                 let from = below(1 + all.texts.len() as u32);
                 let mut prompt = all.texts.get(from).map_or(Vec::new(), |(text, ..)| text.clone());
                 prompt.truncate(below(48));
                 (0..=below(12)).for_each(|_| prompt.push(below(2) as u32));
                 prompt.truncate(60);
-                let (length, kind) = (prompt.len() + below(ROOM as u32 - 60), below(4) as u64);
+                if !all.scheduler.has_room(prompt.len()) {
+                    break;
+                }
+                let length =
+                    prompt.len() + below((ROOM - prompt.len()) as u32 / if is_bounded { 1 } else { 2 });
+                let kind = below(4) as u64;
                 all.admit(prompt, kind, length);
                 came += 1;
             }
-            let leaves = all.scheduler.texts().nth(below(5)).map(|(slot, _)| slot);
+            let leaves = all.texts_now().get(below(5)).copied();
             if let Some(slot) = leaves.filter(|_| below(9) == 0) {
                 all.scheduler.end(slot, below(2) == 0);
-                all.of_slot[slot] = None;
+                all.look();
+                if below(4) == 0 {
+                    // Those that wait for a slot again go too.
+                    all.scheduler.end_where(true, |_| true);
+                    all.look();
+                    assert_eq!(all.scheduler.preempted().0, 0);
+                }
                 if below(2) == 0 {
                     continue;
                 }
             }
-            let running = all.scheduler.texts().count();
+            let running = all.texts_now().len() + all.scheduler.preempted().0;
             let decoding = all
                 .scheduler
                 .slots
@@ -164,8 +192,12 @@ fn random_texts_get_what_they_would_compute_alone() {
             let plan = all.pass(&mut next);
             passes += 1;
             // Each text that decodes has its token in each pass, and prompts no more than a chunk.
-            assert!(plan.rows.iter().filter(|rows| rows.is_next).count() >= decoding);
-            assert!(plan.step.len() <= decoding + chunk || learned == 24, "{}", plan.step.len());
+            assert!(is_bounded || plan.rows.iter().filter(|rows| rows.is_next).count() >= decoding);
+            assert!(
+                is_bounded || plan.step.len() <= decoding + chunk || learned == 24,
+                "{}",
+                plan.step.len()
+            );
             assert!(running == 0 || !plan.step.is_empty());
             for slot in &all.scheduler.slots {
                 assert!(slot.cached.len() <= ROOM);
@@ -174,8 +206,51 @@ fn random_texts_get_what_they_would_compute_alone() {
         assert!(all.scheduler.plan().step.is_empty());
         texts += came;
         reused += all.reused;
+        preempted += all.scheduler.preempted().1;
     }
     assert!(reused > texts, "{reused} tokens reused in {texts} texts and {passes} passes");
+    assert!(preempted > 200, "{preempted} texts were computed again");
+}
+
+/// Room for `rooms` tokens in blocks, where each text takes as many bytes as tokens, and some more.
+fn budget(block: usize, more: usize, rooms: usize) -> CacheBudget {
+    let budget = CacheBudget { block, first: block + more, next: block, most: 0 };
+    CacheBudget { most: budget.of_text(ROOM).max(rooms), ..budget }
+}
+
+#[test]
+fn more_texts_have_slots_than_there_is_memory_for_whole_ones() {
+    let mut all = Texts::new(&random_model::config(), 12, 100, usize::MAX);
+    // A slot that is reserved for the whole length leaves memory for two.
+    all.scheduler = all.scheduler.within(budget(4, 0, 2 * ROOM));
+    while all.scheduler.has_room(6) {
+        let first = 100 * all.texts.len() as u32;
+        all.admit((first..first + 6).collect(), 0, 8);
+    }
+    assert_eq!(all.texts.len(), 11, "each of 11 texts has two blocks, and can get one more in turn");
+    let plan = all.pass(&mut || 1);
+    assert_eq!((plan.step.spans().len(), all.scheduler.preempted()), (11, (0, 0)));
+}
+
+#[test]
+fn the_last_text_leaves_for_the_first_and_all_end() {
+    let mut all = Texts::new(&random_model::config(), 4, 100, usize::MAX);
+    all.scheduler = all.scheduler.within(budget(8, 0, ROOM));
+    for first in 0..4 {
+        all.admit(vec![first; 7], 0, ROOM);
+    }
+    let (mut ends, mut passes) = (Vec::new(), 0);
+    while all.scheduler.bytes() > 0 && !(all.texts_now().is_empty() && all.scheduler.preempted().0 == 0) {
+        let before: Vec<usize> = all.of_slot.iter().flatten().copied().collect();
+        all.pass(&mut || 9);
+        let now: Vec<usize> = all.of_slot.iter().flatten().copied().collect();
+        let is_over = |text: &usize| all.texts[*text].0.len() == ROOM;
+        ends.extend(before.into_iter().filter(|text| !now.contains(text) && is_over(text)));
+        passes += 1;
+        assert!(passes < 1000, "no text ends");
+    }
+    assert_eq!(ends, [0, 1, 2, 3], "texts end in the order in which they came");
+    assert!(all.scheduler.preempted().1 >= 3);
 }
 
 #[test]
@@ -208,7 +283,7 @@ fn few_tokens_of_prompts_are_scored_in_a_pass() {
         let mut scheduler = Scheduler::new(&config, 3, ROOM, 100);
         for (at, wants_all) in [true, true, false].into_iter().enumerate() {
             let prompt = vec![at as u32; 50];
-            scheduler.admit(NewText { prompt, salt: 0, adapters: RowAdapters::All, wants_all, carried: at });
+            scheduler.admit(SlotText { wants_all, ..SlotText::new(prompt, at) });
         }
         let mut pass = || {
             let plan = scheduler.plan();
@@ -271,6 +346,24 @@ fn windows_and_states_are_continued_whole_or_not_at_all() {
         all.admit(prompt, 0, length);
         assert_eq!(past(&mut all), SlotPast::Nothing);
     }
+}
+
+#[test]
+fn the_load_of_a_text_is_what_it_would_add() {
+    let mut all = Texts::new(&random_model::config(), 3, 100, usize::MAX);
+    let new = |prompt: Vec<u32>, salt| SlotText { salt, ..SlotText::new(prompt, 0) };
+    assert_eq!(all.scheduler.load_with(&new(vec![1; 9], 0)), 9);
+    all.admit(vec![1; 20], 0, 20);
+    all.pass(&mut || 1);
+    // The text has ended; it keeps no slot, and its prompt is known to those of its kind.
+    let loads = |all: &Texts| {
+        [0, 1].map(|salt| {
+            all.scheduler.load_with(&SlotText { adapters: RowAdapters::Model, ..new(vec![1; 12], salt) })
+        })
+    };
+    assert_eq!(loads(&all), [1, 12]);
+    all.admit(vec![7; 30], 0, 40);
+    assert_eq!(loads(&all), [31, 42]);
 }
 
 #[test]

@@ -9,8 +9,8 @@ use crate::step::DecodeStep;
 /// What all ranks do next.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum RankOrder {
-    /// A pass of the model.
-    Compute(DecodeStep),
+    /// A pass of the model: the step of each replica, which may have nothing to do.
+    Compute(Vec<DecodeStep>),
     /// Nothing, and to wait on: no call of a group lasts longer than its timeout.
     Wait,
     /// To end.
@@ -54,19 +54,30 @@ impl RankOrder {
         Self::of_words(&words).context("an order of rank 0 that is none: do all ranks run the same program?")
     }
 
-    /// The order as numbers: how many there are, what it is, and the step.
+    /// The order as numbers: how many there are, what it is, and each step with how many it has.
     fn words(&self) -> Vec<u32> {
         let (kind, rest) = match self {
             Self::Wait => (WAIT, Vec::new()),
             Self::End => (END, Vec::new()),
-            Self::Compute(step) => (COMPUTE, step.words()),
+            Self::Compute(steps) => {
+                let counted = |words: Vec<u32>| [&[words.len() as u32], &words[..]].concat();
+                (COMPUTE, steps.iter().flat_map(|step| counted(step.words())).collect())
+            }
         };
         [&[2 + rest.len() as u32, kind], &rest[..]].concat()
     }
 
     fn of_words(words: &[u32]) -> Option<Self> {
         match words.split_at_checked(2)? {
-            ([_, COMPUTE], step) => DecodeStep::of_words(step).map(Self::Compute),
+            ([_, COMPUTE], mut rest) => {
+                let mut steps = Vec::new();
+                while let Some((&count, more)) = rest.split_first() {
+                    let (step, others) = more.split_at_checked(count as usize)?;
+                    steps.push(DecodeStep::of_words(step)?);
+                    rest = others;
+                }
+                Some(Self::Compute(steps))
+            }
             ([_, WAIT], []) => Some(Self::Wait),
             ([_, END], []) => Some(Self::End),
             _ => None,
@@ -90,10 +101,11 @@ mod tests {
     #[test]
     fn all_ranks_get_orders_of_any_length() {
         let mut orders = vec![RankOrder::Wait, RankOrder::End];
-        for tokens in [1, WORDS - 10, WORDS - 9, WORDS - 8, 1000] {
+        for tokens in [1, WORDS - 11, WORDS - 10, WORDS - 9, 1000] {
             let mut step = DecodeStep::default();
             step.push_behind(3, SlotPast::Nothing, &vec![u32::MAX; tokens], 1, RowAdapters::One(7));
-            orders.push(RankOrder::Compute(step));
+            orders.push(RankOrder::Compute(vec![step.clone()]));
+            orders.push(RankOrder::Compute(vec![step.clone(), DecodeStep::default(), step]));
         }
         let got = World::threads(2).run(|ctx| -> anyhow::Result<Vec<RankOrder>> {
             orders

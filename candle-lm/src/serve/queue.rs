@@ -14,7 +14,7 @@ use super::stream::{self, EventSender, RequestStream, TokenEvent, WeakSender};
 pub struct QueueLimits {
     /// The most requests that wait.
     pub requests: usize,
-    /// The most tokens of their prompts together. One request may always wait.
+    /// The most tokens of their prompts together. Where none waits, those that come together may always wait.
     pub tokens: usize,
 }
 
@@ -68,16 +68,18 @@ pub struct ServeStatus {
     pub slots: usize,
     /// The adapters that requests may ask for.
     pub adapters: usize,
-    /// The bytes of all slots on all ranks, if all are full.
+    /// The most bytes of all slots, on the ranks of all replicas that share a layer.
     pub cache_bytes: usize,
+    /// The bytes that slots have, those of ended texts included.
+    pub used_bytes: usize,
     /// The requests that have a slot.
     pub running: usize,
-    /// The requests that wait for one.
+    /// The requests that wait for one, or for one again.
     pub waiting: usize,
-    /// The tokens of their prompts.
+    /// The tokens of the prompts of those that have had none.
     pub waiting_tokens: usize,
-    /// The tokens in all slots, those of ended texts included.
-    pub cached_tokens: usize,
+    /// How many times a request has lost its slot so far, because there was no memory for its next tokens.
+    pub preemptions: u64,
     /// The passes of the model so far: a heartbeat while requests run.
     pub passes: u64,
     /// The tokens of prompts of all requests that had a slot so far.
@@ -185,20 +187,39 @@ impl RequestQueue {
     /// # Errors
     /// If the request cannot work, or the engine takes none now.
     pub fn submit(&self, request: ServeRequest) -> Result<RequestStream, SubmitError> {
+        let mut streams = self.submit_all(vec![request])?;
+        streams.pop().ok_or_else(|| SubmitError::Invalid("no request".into()))
+    }
+
+    /// Hands several requests to the engine, all of them or none. It never waits.
+    ///
+    /// # Errors
+    /// If one of them cannot work, or the engine does not take all now.
+    pub fn submit_all(&self, requests: Vec<ServeRequest>) -> Result<Vec<RequestStream>, SubmitError> {
         let mut state = self.0.state.lock();
-        state.check(&request)?;
-        if state.is_full(request.prompt.len()) {
+        requests.iter().try_for_each(|request| state.check(request))?;
+        let (count, tokens) = (requests.len(), requests.iter().map(|request| request.prompt.len()).sum());
+        if state.is_full(count, tokens) {
             state.sweep(Instant::now());
         }
-        if state.is_full(request.prompt.len()) {
+        if state.is_full(count, tokens) {
+            if state.requests == 0 {
+                let most = state.limits.requests.max(1);
+                let said = format!("{count} texts at once, and the queue has room for {most}: ask for fewer");
+                return Err(SubmitError::Invalid(said));
+            }
             let retry_after = state.retry_after();
             return Err(SubmitError::Full { waiting: state.requests, retry_after });
         }
-        let (events, stream) = stream::channel();
-        state.push(WaitingRequest { request, events });
+        let push = |request| {
+            let (events, stream) = stream::channel();
+            state.push(WaitingRequest { request, events });
+            stream
+        };
+        let streams = requests.into_iter().map(push).collect();
         drop(state);
         self.0.changed.notify_all();
-        Ok(stream)
+        Ok(streams)
     }
 
     /// Takes no more requests; the engine ends when the others have ended.
@@ -241,8 +262,11 @@ impl RequestQueue {
     /// What the engine does now. It waits for no pass.
     pub fn status(&self) -> ServeStatus {
         let state = self.0.state.lock();
+        // To the engine, those that wait again are running.
+        let again = state.status.waiting;
         ServeStatus {
-            waiting: state.requests,
+            running: state.status.running.saturating_sub(again),
+            waiting: state.requests + again,
             waiting_tokens: state.tokens,
             since_pass: state.last_pass.map(|at| at.elapsed()),
             is_draining: state.mode > QueueMode::Open,
@@ -273,9 +297,19 @@ impl RequestQueue {
     /// Takes out the request whose turn it is, if one waits that was neither dropped nor is too late.
     #[doc(hidden)]
     pub fn take(&self, now: Instant) -> Option<WaitingRequest> {
+        self.take_if(now, |_| true)
+    }
+
+    /// [Takes](Self::take) out the request whose turn it is, if there is room for it. Others wait for it.
+    pub(super) fn take_if(
+        &self,
+        now: Instant,
+        has_room: impl FnOnce(&ServeRequest) -> bool,
+    ) -> Option<WaitingRequest> {
         let mut state = self.0.state.lock();
         state.sweep(now);
-        state.take()
+        let next = state.turns.front().and_then(|client| state.waiting.get(client)?.front())?;
+        if has_room(&next.request) { state.take() } else { None }
     }
 
     /// Removes what was dropped or is too late.
@@ -321,7 +355,7 @@ impl RequestQueue {
         {
             state.status.failure = Some(cause.clone());
         }
-        state.status.running = 0;
+        (state.status.running, state.status.waiting) = (0, 0);
         while let Some(waiting) = state.take() {
             state.status.ended += 1;
             waiting.events.send(TokenEvent::Failed(error.clone()));
@@ -371,9 +405,11 @@ impl QueueContents {
         }
     }
 
-    fn is_full(&self, tokens: usize) -> bool {
+    /// Whether there is no room for so many requests more with so many tokens together.
+    fn is_full(&self, count: usize, tokens: usize) -> bool {
         let QueueLimits { requests, tokens: most } = self.limits;
-        self.requests >= requests.max(1) || (self.requests > 0 && self.tokens.saturating_add(tokens) > most)
+        self.requests + count > requests.max(1)
+            || (self.requests > 0 && self.tokens.saturating_add(tokens) > most)
     }
 
     fn retry_after(&self) -> Duration {
@@ -501,6 +537,24 @@ mod tests {
         }
         drop(kept);
         queue.submit(of_client(1, 1)).unwrap();
+    }
+
+    #[test]
+    fn requests_that_come_together_wait_together_or_not_at_all() {
+        let queue = opened(QueueLimits { requests: 4, tokens: 20 });
+        let of = |count: usize, tokens: usize| (0..count).map(|_| of_client(0, tokens)).collect::<Vec<_>>();
+        assert_eq!(queue.submit_all(Vec::new()).unwrap().len(), 0);
+        let two = queue.submit_all(of(2, 4)).unwrap();
+        // Too many, too long together, and one that cannot work.
+        for refused in [of(3, 1), of(2, 7)] {
+            assert!(matches!(queue.submit_all(refused), Err(SubmitError::Full { waiting: 2, .. })));
+        }
+        let wrong = vec![of_client(0, 1), of_client(0, 100)];
+        assert!(matches!(queue.submit_all(wrong), Err(SubmitError::TooLong { tokens: 100, room: 100 })));
+        assert_eq!(queue.status().waiting, 2, "none of those that were refused waits");
+        assert_eq!(queue.submit_all(of(2, 6)).unwrap().len(), 2);
+        drop(two);
+        assert!(matches!(queue.submit_all(of(5, 1)), Err(SubmitError::Invalid(_))), "there will be no room");
     }
 
     #[test]

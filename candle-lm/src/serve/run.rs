@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::order::RankOrder;
 use super::queue::{QueueMode, RequestQueue, ServeStatus};
-use super::request::{RequestError, TokenMask};
+use super::request::{RequestError, ServeRequest, TokenMask};
 use super::text::{RequestText, TextProgress};
 use crate::config::Config;
 use crate::config::tensors::EXPERTS;
@@ -22,7 +22,8 @@ use crate::engine::{Engine, ModelOptions, Purpose};
 use crate::files::Files;
 use crate::generate::Stop;
 use crate::memory;
-use crate::scheduler::{PassPlan, Scheduler};
+use crate::scheduler::{CacheBudget, PassPlan, Scheduler};
+use crate::step::DecodeStep;
 
 /// How often rank 0 looks whether the world has failed.
 const TICK: Duration = Duration::from_millis(10);
@@ -30,13 +31,16 @@ const TICK: Duration = Duration::from_millis(10);
 /// How a model serves.
 #[derive(Clone, Debug)]
 pub struct ServeOptions {
-    /// The most texts at once.
+    /// The most texts at once, of each replica.
     pub slots: usize,
     /// The most tokens of a text, if not as many as the model takes.
     pub room: Option<usize>,
-    /// The most bytes of all texts' keys, values and states on all ranks of a layer together; there are fewer
-    /// slots then, if need be.
+    /// The most bytes of all texts' keys, values and states on all ranks of a replica that share a layer, if
+    /// not enough for the longest text in each slot. Where there is no memory for the next tokens, the text
+    /// that was admitted last waits, and is computed again.
     pub memory: Option<usize>,
+    /// The tokens for which a text takes memory at a time. Each time, its keys and values are copied.
+    pub block: usize,
     /// The most tokens of prompts in a pass, beside one of each text that is being written. It bounds the
     /// time between two tokens of a text while others begin.
     pub chunk: usize,
@@ -47,9 +51,18 @@ pub struct ServeOptions {
 }
 
 impl ServeOptions {
-    /// Up to 4 texts at once, prompts in chunks of 256 tokens, and a sign of life each second.
+    /// Up to 4 texts at once, prompts in chunks of 256 tokens, memory for 64 tokens at a time, and a sign of
+    /// life each second.
     pub fn of(held: ModelOptions) -> Self {
-        Self { slots: 4, room: None, memory: None, chunk: 256, heartbeat: Duration::from_secs(1), held }
+        Self {
+            slots: 4,
+            room: None,
+            memory: None,
+            block: 64,
+            chunk: 256,
+            heartbeat: Duration::from_secs(1),
+            held,
+        }
     }
 
     /// The most tokens of a text.
@@ -57,28 +70,37 @@ impl ServeOptions {
         self.room.unwrap_or(usize::MAX).min(config.longest())
     }
 
-    /// The slots for which there is memory on `ranks` ranks in `stages` stages, and their bytes.
+    /// The most bytes of [`memory`](Self::memory), of `ranks` ranks in `stages` stages.
     ///
     /// # Errors
-    /// If there is none for one slot, or a number is 0.
-    pub fn slots(&self, config: &Config, ranks: usize, stages: usize) -> Result<[usize; 2]> {
+    /// If the longest text has no room in them, or a number is 0.
+    pub fn cache_bytes(&self, config: &Config, ranks: usize, stages: usize) -> Result<usize> {
+        Ok(self.budget(config, ranks, stages)?.most)
+    }
+
+    fn budget(&self, config: &Config, ranks: usize, stages: usize) -> Result<CacheBudget> {
         let (room, cp) = (self.room(config), self.held.cp.max(1));
         ensure!(
             self.slots > 0 && room > 1,
             "{} texts of {room} tokens: expected 1 of 2 at least",
             self.slots
         );
-        let tp = (ranks / stages.max(1) / cp / self.held.ep.max(1)).max(1);
+        let tp = (ranks / self.held.dp.max(1) / stages.max(1) / cp / self.held.ep.max(1)).max(1);
         let dtype = self.held.cache.unwrap_or(self.held.dtype);
-        let of_text = memory::cache_bytes(config, dtype, [1, room], [tp, cp]);
-        let fitting = self.memory.map_or(usize::MAX, |memory| memory / of_text.max(1));
+        // Ranks that have some tokens of each text take memory at once. A text whose positions depend on its
+        // length would not be computed again as it was.
+        let is_whole = cp > 1 || config.turns_by_length(room);
+        let block = if is_whole { room } else { self.block.clamp(1, room) };
+        let of = |blocks| memory::text_bytes(config, dtype, [blocks * block, room], [tp, cp]);
+        let budget = CacheBudget { block, first: of(1), next: of(2).saturating_sub(of(1)), most: 0 };
+        let of_text = budget.of_text(room);
+        let most = of_text.saturating_mul(self.slots);
+        let most = self.memory.map_or(most, |memory| memory.min(most));
         ensure!(
-            fitting > 0,
-            "a text of {room} tokens takes {of_text} bytes, and all have {}: give more memory, or texts fewer tokens",
-            self.memory.unwrap_or(0)
+            of_text <= most,
+            "a text of {room} tokens takes {of_text} bytes, and all have {most}: give more memory, or texts fewer tokens"
         );
-        let slots = self.slots.min(fitting);
-        Ok([slots, of_text.saturating_mul(slots)])
+        Ok(CacheBudget { most, ..budget })
     }
 }
 
@@ -103,13 +125,14 @@ pub struct ServeReport {
 /// Each request says which of the adapters of `files` its text has, if any. Texts with unlike adapters are
 /// computed in one pass.
 ///
-/// A pass of the model computes the next token of each text and a chunk of the prompts of new ones. Rank 0
-/// decides what it has, tells all ranks, and chooses the tokens. An error of one request ends it alone. If a
-/// rank fails, all requests fail with its error.
+/// A pass of the model computes the next token of each text and a chunk of the prompts of new ones, on each
+/// of the replicas of `options` those of its own texts. Rank 0 decides what it has, tells all ranks, and
+/// chooses the tokens. An error of one request ends it alone. If a rank fails, all requests fail with its
+/// error.
 ///
 /// # Errors
-/// Those of [`Engine::new`], of [`ServeOptions::slots`] and of the model; if an adapter has modules of its own in place
-/// of the model's.
+/// Those of [`Engine::new`], of [`ServeOptions::cache_bytes`] and of the model; if an adapter has modules of
+/// its own in place of the model's.
 ///
 /// ```
 /// use std::time::Duration;
@@ -229,8 +252,10 @@ fn begin(
             adapter.name()
         );
     }
-    let [slots, cache_bytes] = options.slots(config, ctx.world_size(), stages)?;
-    let mut engine = Engine::new(ctx, stages, files, &options.held, Purpose::Write { slots, room })?;
+    let budget = options.budget(config, ctx.world_size(), stages)?;
+    let (slots, dp) = (options.slots, options.held.dp);
+    let purpose = Purpose::Write { slots, room, block: budget.block };
+    let mut engine = Engine::new(ctx, stages, files, &options.held, purpose)?;
     (report.load, report.bytes) = (engine.load, engine.bytes);
     if ctx.rank() > 0 {
         return follow(ctx, &mut engine, report);
@@ -238,15 +263,17 @@ fn begin(
     let queue = queue.0.context("rank 0 gives the queue of requests")?;
     let status = ServeStatus {
         room: Some(room),
-        slots,
-        cache_bytes,
+        slots: slots * dp,
+        cache_bytes: budget.most.saturating_mul(dp),
         adapters: files.adapters.len(),
         ..ServeStatus::default()
     };
     queue.open(status, config.vocab_size);
     let mut leader = Leader {
         queue,
-        scheduler: Scheduler::new(config, slots, room, options.chunk),
+        replicas: (0..dp)
+            .map(|_| Scheduler::new(config, slots, room, options.chunk).within(budget))
+            .collect(),
         mask: TokenMask::new(config.vocab_size),
         ends: &files.ends,
         room,
@@ -272,11 +299,11 @@ fn follow(ctx: &RankContext, engine: &mut Engine, report: &mut ServeReport) -> R
         match RankOrder::broadcast(None, ctx.group())? {
             RankOrder::End => return Ok(()),
             RankOrder::Wait => {}
-            RankOrder::Compute(step) => {
+            RankOrder::Compute(steps) => {
                 let began = Instant::now();
-                engine.step(&step)?;
+                engine.step_of_each(&steps)?;
                 report.passes += 1;
-                report.tokens += step.len();
+                report.tokens += steps.iter().map(DecodeStep::len).sum::<usize>();
                 report.seconds += began.elapsed().as_secs_f64();
             }
         }
@@ -286,7 +313,8 @@ fn follow(ctx: &RankContext, engine: &mut Engine, report: &mut ServeReport) -> R
 /// Rank 0, which decides.
 struct Leader<'a> {
     queue: &'a RequestQueue,
-    scheduler: Scheduler<RequestText>,
+    /// The texts of each replica.
+    replicas: Vec<Scheduler<RequestText>>,
     mask: TokenMask,
     ends: &'a BTreeSet<u32>,
     room: usize,
@@ -303,18 +331,21 @@ impl Leader<'_> {
                 self.sweep();
                 self.admit();
             }
-            let plan = self.scheduler.plan();
-            if !plan.step.is_empty() {
+            let mut plans: Vec<PassPlan> = self.replicas.iter_mut().map(Scheduler::plan).collect();
+            let steps: Vec<DecodeStep> =
+                plans.iter_mut().map(|plan| std::mem::take(&mut plan.step)).collect();
+            let tokens: usize = steps.iter().map(DecodeStep::len).sum();
+            if tokens > 0 {
                 let began = Instant::now();
-                let order = RankOrder::Compute(plan.step.clone());
-                RankOrder::broadcast(Some(order), ctx.group())?;
-                let logits = engine.step(&plan.step)?;
-                self.take(&plan, &logits)?;
+                RankOrder::broadcast(Some(RankOrder::Compute(steps.clone())), ctx.group())?;
+                if let Some(logits) = engine.step_of_each(&steps)? {
+                    self.take(&plans, &logits)?;
+                }
                 let seconds = began.elapsed().as_secs_f64();
                 report.passes += 1;
-                report.tokens += plan.step.len();
+                report.tokens += tokens;
                 report.seconds += seconds;
-                self.tell(Some((plan.prompt, seconds)));
+                self.tell(Some((plans.iter().map(|plan| plan.prompt).sum(), seconds)));
                 continue;
             }
             self.tell(None);
@@ -332,89 +363,110 @@ impl Leader<'_> {
     fn sweep(&mut self) {
         let now = Instant::now();
         self.queue.sweep(now);
-        let of_text = |(slot, text): (usize, &RequestText)| match text.is_abandoned() {
+        self.end_texts(true, |text| match text.is_abandoned() {
             false if text.is_late(now) => {
                 text.finish(if text.is_begun() { Ok(Stop::Length) } else { Err(RequestError::Deadline) });
-                Some(slot)
+                true
             }
-            is_abandoned => is_abandoned.then_some(slot),
-        };
-        let over: Vec<usize> = self.scheduler.texts().filter_map(of_text).collect();
-        for slot in over {
-            self.end(slot, true);
-        }
+            is_abandoned => is_abandoned,
+        });
     }
 
-    /// Gives free slots to requests that wait.
+    /// Gives free slots to requests that wait, those of the replica that has the least to compute and to keep
+    /// with the text. A text that is larger than what is free waits, and all others with it.
     fn admit(&mut self) {
         let now = Instant::now();
-        while self.scheduler.has_room()
-            && let Some(waiting) = self.queue.take(now)
-        {
+        loop {
+            let replicas = &self.replicas;
+            let has_room = |request: &ServeRequest| {
+                replicas.iter().any(|replica| replica.has_room(request.prompt.len()))
+            };
+            let Some(waiting) = self.queue.take_if(now, has_room) else { return };
             let text = RequestText::new(waiting, self.ends, self.room);
-            let tokens = text.prompt.len() as u64;
-            self.scheduler.admit(text);
+            let tokens = text.prompt;
+            let free = self.replicas.iter_mut().filter(|replica| replica.has_room(tokens));
+            if let Some(replica) = free.min_by_key(|replica| replica.load_with(&text)) {
+                replica.admit(text);
+            }
             let count = |status: &mut ServeStatus| {
                 status.running += 1;
-                status.prompt_tokens += tokens;
+                status.prompt_tokens += tokens as u64;
             };
             self.queue.tell(count, None);
         }
     }
 
-    /// Takes the logits of a pass.
-    fn take(&mut self, plan: &PassPlan, logits: &Tensor) -> Result<()> {
-        if plan.rows.is_empty() {
+    /// Takes the logits of a pass, one replica's behind another's.
+    fn take(&mut self, plans: &[PassPlan], logits: &Tensor) -> Result<()> {
+        if plans.iter().all(|plan| plan.rows.is_empty()) {
             return Ok(());
         }
         let (_, width) = logits.dims2()?;
         let logits = logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-        for rows in &plan.rows {
-            let Some((text, reused)) = self.scheduler.text(rows.slot) else { continue };
-            let own = logits.get(rows.first * width..(rows.first + rows.rows) * width).unwrap_or_default();
-            let before = (text.is_begun(), text.written());
-            let progress = text.advance(own, width, rows.is_next, reused, &mut self.mask);
-            let reused = if text.is_begun() && !before.0 { reused as u64 } else { 0 };
-            let written = (text.written() - before.1) as u64;
-            let count = |status: &mut ServeStatus| {
-                status.reused_tokens += reused;
-                status.written_tokens += written;
-            };
-            self.queue.tell(count, None);
-            match progress {
-                TextProgress::Reading => {}
-                TextProgress::Wrote(token) => self.scheduler.write(rows.slot, token),
-                TextProgress::Ended { is_sound } => self.end(rows.slot, is_sound),
-            }
+        let mut rest = &logits[..];
+        for (replica, plan) in plans.iter().enumerate() {
+            let count = plan.rows.iter().map(|rows| rows.rows).sum::<usize>() * width;
+            let (own, others) = rest.split_at_checked(count).context("too few logits for a pass")?;
+            rest = others;
+            self.take_of(replica, plan, own, width)?;
         }
         Ok(())
     }
 
-    fn end(&mut self, slot: usize, is_sound: bool) {
-        if self.scheduler.end(slot, is_sound).is_some() {
+    /// Takes the logits of a replica.
+    fn take_of(&mut self, replica: usize, plan: &PassPlan, logits: &[f32], width: usize) -> Result<()> {
+        let scheduler = &mut self.replicas[replica];
+        for rows in &plan.rows {
+            let Some((text, reused)) = scheduler.text(rows.slot) else { continue };
+            let own = logits.get(rows.first * width..(rows.first + rows.rows) * width).unwrap_or_default();
+            let before = (text.is_begun(), text.written());
+            let progress = text.advance(own, width, rows, reused, &mut self.mask);
+            let reused = if text.is_begun() && !before.0 { reused as u64 } else { 0 };
+            let written = (text.written() - before.1) as u64;
+            let ended = matches!(progress, TextProgress::Ended { .. });
+            match progress {
+                TextProgress::Reading => {}
+                TextProgress::Wrote(token) => scheduler.write(rows.slot, token),
+                TextProgress::Ended { is_sound } => drop(scheduler.end(rows.slot, is_sound)),
+            }
             let count = |status: &mut ServeStatus| {
-                status.running = status.running.saturating_sub(1);
-                status.ended += 1;
+                status.reused_tokens += reused;
+                status.written_tokens += written;
+                status.running -= usize::from(ended).min(status.running);
+                status.ended += u64::from(ended);
             };
             self.queue.tell(count, None);
         }
+        Ok(())
+    }
+
+    /// Ends the texts for which `ends` says so.
+    fn end_texts(&mut self, is_sound: bool, ends: impl Fn(&RequestText) -> bool) {
+        let ended: usize = self.replicas.iter_mut().map(|replica| replica.end_where(is_sound, &ends)).sum();
+        let count = |status: &mut ServeStatus| {
+            status.running = status.running.saturating_sub(ended);
+            status.ended += ended as u64;
+        };
+        self.queue.tell(count, None);
     }
 
     /// Ends all texts with an error.
     fn fail(&mut self, error: &RequestError) {
-        let all: Vec<usize> = self.scheduler.texts().map(|(slot, _)| slot).collect();
-        for slot in all {
-            if let Some((text, _)) = self.scheduler.text(slot) {
-                text.finish(Err(error.clone()));
-            }
-            self.end(slot, false);
-        }
+        self.end_texts(false, |text| {
+            text.finish(Err(error.clone()));
+            true
+        });
     }
 
     fn tell(&self, pass: Option<(usize, f64)>) {
-        let cached = self.scheduler.cached();
+        let used = self.replicas.iter().map(Scheduler::bytes).sum();
+        let (again, preemptions) = self
+            .replicas
+            .iter()
+            .map(Scheduler::preempted)
+            .fold((0, 0), |(all, count), (waiting, so_far)| (all + waiting, count + so_far));
         let told = |status: &mut ServeStatus| {
-            status.cached_tokens = cached;
+            (status.used_bytes, status.waiting, status.preemptions) = (used, again, preemptions);
             status.passes += u64::from(pass.is_some());
         };
         self.queue.tell(told, pass);

@@ -12,7 +12,7 @@ use super::request::{RequestError, ServeRequest, TokenConstraint, TokenLogprob, 
 use super::stream::{EventSender, TokenEvent};
 use crate::generate::Stop;
 use crate::sample::Sampler;
-use crate::scheduler::NewText;
+use crate::scheduler::{PassRows, SlotText};
 use crate::writing::{TextWriter, top};
 
 /// The least log-probability that is told, which means "very unlikely". JSON has no infinite numbers.
@@ -56,7 +56,7 @@ impl RequestText {
         WaitingRequest { request, events }: WaitingRequest,
         ends: &BTreeSet<u32>,
         room: usize,
-    ) -> NewText<Self> {
+    ) -> SlotText<Self> {
         let ServeRequest { prompt, max_tokens, sampling, prompt_logprobs: wants_all, .. } = request;
         let mut all = request.stop_tokens;
         if !request.ignore_eos {
@@ -76,7 +76,9 @@ impl RequestText {
             prompt_logprobs: Vec::new(),
         };
         let adapters = request.adapter.map_or(RowAdapters::Model, RowAdapters::One);
-        NewText { prompt, salt: request.cache_salt, adapters, wants_all, carried }
+        let mut text = SlotText::new(prompt, carried);
+        (text.salt, text.adapters, text.wants_all) = (request.cache_salt, adapters, wants_all);
+        text
     }
 
     /// Whether nobody reads what is written.
@@ -104,17 +106,17 @@ impl RequestText {
         self.events.send(end.map_or_else(TokenEvent::Failed, TokenEvent::Ended));
     }
 
-    /// Takes the logits of a pass, `width` of each row. The last row says what follows the text if `is_next`;
-    /// `reused` tokens of the prompt were not computed.
+    /// Takes the logits of its rows in a pass, `width` of each; `reused` tokens of the prompt were not
+    /// computed.
     pub(super) fn advance(
         &mut self,
-        rows: &[f32],
+        logits: &[f32],
         width: usize,
-        is_next: bool,
+        rows: &PassRows,
         reused: usize,
         mask: &mut TokenMask,
     ) -> TextProgress {
-        match self.try_advance(rows, width, is_next, reused, mask) {
+        match self.try_advance(logits, width, rows, reused, mask) {
             Ok(progress) => progress,
             Err(error) => {
                 self.finish(Err(error));
@@ -125,9 +127,9 @@ impl RequestText {
 
     fn try_advance(
         &mut self,
-        rows: &[f32],
+        logits: &[f32],
         width: usize,
-        is_next: bool,
+        rows: &PassRows,
         reused: usize,
         mask: &mut TokenMask,
     ) -> Result<TextProgress, RequestError> {
@@ -136,14 +138,16 @@ impl RequestText {
             Ok(TextProgress::Ended { is_sound: true })
         };
         if !self.prompt.is_empty() {
-            for row in rows.chunks_exact(width) {
+            // A text that has lost its slot begins again.
+            self.prompt_logprobs.truncate(rows.start);
+            for row in logits.chunks_exact(width) {
                 let target = self.prompt.get(1 + self.prompt_logprobs.len());
                 if let Some(&token) = target {
                     self.prompt_logprobs.push(logprob(row, token, self.logprobs.unwrap_or(0))?);
                 }
             }
         }
-        if !is_next {
+        if !rows.is_next {
             return Ok(TextProgress::Reading);
         }
         if !self.is_begun {
@@ -155,7 +159,7 @@ impl RequestText {
                 return ended(self, stop);
             }
         }
-        let row = rows.get(rows.len().saturating_sub(width)..).unwrap_or_default();
+        let row = logits.get(logits.len().saturating_sub(width)..).unwrap_or_default();
         let mut logits = row.to_vec();
         for (&token, bias) in &self.logit_bias {
             // What is no finite number stays one, and is told.
@@ -229,6 +233,7 @@ fn logprob(logits: &[f32], token: u32, count: usize) -> Result<TokenLogprob, Req
 mod tests {
     use super::{LEAST_LOGPROB, RequestText, TextProgress, WaitingRequest, logprob};
     use crate::generate::Stop;
+    use crate::scheduler::PassRows;
     use crate::serve::stream::{TokenEvent, channel};
     use crate::serve::{RequestError, ServeRequest, TokenMask};
     use std::collections::BTreeSet;
@@ -239,7 +244,8 @@ mod tests {
         let (events, mut stream) = channel();
         let mut text = RequestText::new(WaitingRequest { request, events }, &BTreeSet::from([2]), 10).carried;
         let mut mask = TokenMask::new(logits.len());
-        let progress = text.advance(logits, logits.len(), true, 0, &mut mask);
+        let rows = PassRows { slot: 0, first: 0, rows: 1, start: 0, is_next: true };
+        let progress = text.advance(logits, logits.len(), &rows, 0, &mut mask);
         let begun = stream.next_event(Duration::ZERO);
         assert!(matches!(begun, Some(TokenEvent::Begun { .. })), "{begun:?}");
         (progress, std::iter::from_fn(|| stream.next_event(Duration::ZERO)).collect())
@@ -258,6 +264,29 @@ mod tests {
         }
         assert_eq!(biased(&[0.0, f32::MAX, 1.0]).0, TextProgress::Wrote(1));
         assert_eq!(biased(&[0.5, f32::NEG_INFINITY, 0.0]).0, TextProgress::Wrote(0));
+    }
+
+    #[test]
+    fn a_prompt_that_is_read_again_tells_its_log_probabilities_once() {
+        let (events, mut stream) = channel();
+        let prompt = vec![0, 1, 2, 1];
+        let request =
+            ServeRequest { logprobs: Some(0), prompt_logprobs: true, ..ServeRequest::new(prompt.clone(), 0) };
+        let mut text = RequestText::new(WaitingRequest { request, events }, &BTreeSet::new(), 10).carried;
+        let mut mask = TokenMask::new(3);
+        // It loses its slot behind the second pass, and is read in other chunks then.
+        for span in [0..1, 1..3, 0..2, 2..4] {
+            let logits: Vec<f32> = span.clone().flat_map(|at| [at as f32, 0.0, 0.5]).collect();
+            let (start, is_next) = (span.start, span.end == prompt.len());
+            let rows = PassRows { slot: 0, first: 0, rows: span.len(), start, is_next };
+            text.advance(&logits, 3, &rows, 0, &mut mask);
+        }
+        let Some(TokenEvent::Begun { prompt_logprobs, .. }) = stream.next_event(Duration::ZERO) else {
+            panic!("the prompt is read")
+        };
+        let want: Vec<f32> =
+            (0..3).map(|at| logprob(&[at as f32, 0.0, 0.5], prompt[at + 1], 0).unwrap().logprob).collect();
+        assert_eq!(prompt_logprobs.iter().map(|told| told.logprob).collect::<Vec<_>>(), want);
     }
 
     #[test]

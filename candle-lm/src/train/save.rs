@@ -17,6 +17,7 @@ use super::{folder, local, stage_files};
 use crate::adapter;
 use crate::agree::agreed;
 use crate::config::Config;
+use crate::config::experts::StackLayout;
 
 impl Trainer<'_> {
     /// Makes an empty folder for the checkpoint of a step, and returns it on every rank, together with whether this one has
@@ -118,13 +119,11 @@ fn stacked(config: &Config, tensors: Vec<(String, DTensor)>) -> Result<Vec<(Stri
         let experts = Placements::from_elem(Shard(0), first.mesh().ndim());
         let laid = parts.iter().map(|part| part.detach().redistribute(&experts));
         let parts: Vec<DTensor> = laid.collect::<candle_shard::Result<_>>()?;
-        let joined = match stack.interleaved {
-            false => DTensor::cat(&parts, 1)?,
-            true => {
-                let both = DTensor::stack(&parts, 2)?.flatten(1, 2)?;
-                if both.rank() == 2 { both } else { both.transpose(1, 2)?.contiguous()? }
-            }
+        let both = match stack.layout {
+            StackLayout::Interleaved => DTensor::stack(&parts, 2)?.flatten(1, 2)?,
+            StackLayout::Rows | StackLayout::Columns => DTensor::cat(&parts, 1)?,
         };
+        let joined = if stack.is_transposed() { both.transpose(1, 2)?.contiguous()? } else { both };
         tensors.insert(stack.name, joined);
     }
     Ok(tensors.into_iter().collect())

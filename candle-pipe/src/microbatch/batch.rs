@@ -42,6 +42,29 @@ impl Microbatches {
         Splitter::new(chunks).split(&inputs, &Kwargs::new(), None, None)
     }
 
+    /// Takes inputs that are cut already: those of each microbatch that are passed by position, of any
+    /// shapes. Each microbatch counts as one row, so there may be fewer of them than a schedule has.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_pipe::microbatch::Microbatches;
+    ///
+    /// let texts = [3, 5].map(|tokens| Tensor::zeros((1, tokens), DType::U32, &Device::Cpu));
+    /// let batch = Microbatches::of_rows(texts.into_iter().map(|text|
+    /// Ok(vec![text?.into()])).collect::<candle_core::Result<_>>()?)?; assert_eq!(batch.rows(), [1, 1]);
+    /// # Ok::<(), candle_pipe::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Microbatches`] if there are none.
+    pub fn of_rows(args: Vec<Vec<Value>>) -> Result<Self> {
+        if args.is_empty() {
+            return Err(Error::Microbatches("no microbatches; give one at least".into()));
+        }
+        let (rows, kwargs) = (vec![1; args.len()], vec![Kwargs::new(); args.len()]);
+        Ok(Self { args, kwargs, ..Self::new(rows, false) })
+    }
+
     pub(super) fn new(rows: Vec<usize>, masked: bool) -> Self {
         let (args, kwargs, args_dims, kwargs_dims) = Default::default();
         Self { args, kwargs, rows, masked, args_dims, kwargs_dims }

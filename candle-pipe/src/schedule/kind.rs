@@ -17,6 +17,7 @@ use std::str::FromStr;
 /// |---|---|---|---|---|---|
 /// | `gpipe` | 1 | – | (P-1)/(M+P-1) | M | [1811.06965](https://arxiv.org/abs/1811.06965) |
 /// | `1f1b` | 1 | – | (P-1)/(M+P-1) | P | [2006.09503](https://arxiv.org/abs/2006.09503) |
+/// | `eager-1f1b` | 1 | – | (P-1)/(M+P-1) | 2P-1 | [2211.05322](https://arxiv.org/abs/2211.05322) |
 /// | `interleaved-1f1b` | any | loop | (P-1)/(vM+P-1) | P + (P-1)/v | [2104.04473](https://arxiv.org/abs/2104.04473) |
 /// | `looped-bfs` | any | loop | (P-1)/(vM+P-1) | M | [2211.05953](https://arxiv.org/abs/2211.05953) |
 /// | `zb-h1` | 1 | – | (P-1)/(3M+P-1) | P | [2401.10241](https://arxiv.org/abs/2401.10241) |
@@ -43,6 +44,8 @@ pub enum ScheduleKind {
     GPipe,
     /// A forward and a backward in turn, as soon as there is a backward.
     OneFOneB,
+    /// 1F1B with about twice the forwards in flight, so that ranks do not wait for messages.
+    Eager1F1B,
     /// 1F1B with several stages per rank, in rounds of about as many microbatches as ranks.
     Interleaved1F1B,
     /// Each stage of a rank runs all of its forwards in a row.
@@ -89,7 +92,7 @@ enum MicrobatchCounts {
     Stages,
 }
 
-static RULES: [ScheduleRule; 11] = {
+static RULES: [ScheduleRule; 12] = {
     use MicrobatchCounts as M;
     use ScheduleKind as K;
     use StageOrder::{Loop, V};
@@ -97,6 +100,7 @@ static RULES: [ScheduleRule; 11] = {
     [
         rule(K::GPipe, "gpipe", Loop, Exactly(1), M::Any, generate::gpipe),
         rule(K::OneFOneB, "1f1b", Loop, Exactly(1), M::Any, generate::one_f_one_b),
+        rule(K::Eager1F1B, "eager-1f1b", Loop, Exactly(1), M::Any, generate::eager_1f1b),
         rule(
             K::Interleaved1F1B,
             "interleaved-1f1b",

@@ -7,6 +7,7 @@ mod batch_norm;
 mod constructors;
 mod conv;
 mod dropout;
+mod dynamic_tanh;
 mod embedding;
 mod fully_shard;
 mod fused_qkv;
@@ -44,6 +45,7 @@ pub use conv::{
     conv_transpose2d, conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
 };
 pub use dropout::Dropout;
+pub use dynamic_tanh::DynamicTanh;
 pub use embedding::{Embedding, EmbeddingBag};
 pub use fused_qkv::{FusedQkv, Heads};
 pub use group_norm::{GroupNorm, group_norm};

@@ -1,6 +1,6 @@
 //! The traits of layers.
 use crate::fsdp::FullyShard;
-use crate::nn::{Embedding, LayerNorm, Linear, RmsNorm};
+use crate::nn::{DynamicTanh, Embedding, LayerNorm, Linear, RmsNorm};
 use crate::{DTensor, Result};
 use candle_nn::Activation;
 
@@ -94,4 +94,4 @@ macro_rules! layers {
         })*
     };
 }
-layers!(Embedding, LayerNorm, Linear, RmsNorm);
+layers!(DynamicTanh, Embedding, LayerNorm, Linear, RmsNorm);

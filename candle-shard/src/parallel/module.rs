@@ -137,12 +137,11 @@ impl ModuleStyle {
         self.inputs_of(LayerKind::Module, x)
     }
 
-    /// Like [`inputs`](Self::inputs), for a layer of this kind.
-    pub(crate) fn inputs_of<const N: usize>(
-        &self,
-        kind: LayerKind,
-        x: [&DTensor; N],
-    ) -> Result<[DTensor; N]> {
+    /// Like [`inputs`](Self::inputs), for a layer of this kind: channels are sharded in dim 1.
+    ///
+    /// # Errors
+    /// Those of [`inputs`](Self::inputs).
+    pub fn inputs_of<const N: usize>(&self, kind: LayerKind, x: [&DTensor; N]) -> Result<[DTensor; N]> {
         use LayerKind::{Channels, Conv, ConvTranspose};
         let Some(style) = &self.style else { return Ok(x.map(DTensor::clone)) };
         if let Some(listed) = style.listed_inputs() {

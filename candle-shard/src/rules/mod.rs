@@ -63,7 +63,7 @@
 //!   and all of `apply_op*_no_bwd`, drop it without an error.
 //! - Checks read specs, never local shapes. Then all ranks fail alike, and none waits for another.
 //!
-//! `test_utils::sweep` compares an op in all placements with one device. Inputs with equal layouts share one op spec.
+//! `test_utils::OpCheck` compares an op in all placements with one device. Inputs with equal layouts share one op spec.
 //!
 //! # The gradient rule
 //!

@@ -27,7 +27,7 @@ use std::sync::{Arc, Mutex};
 /// | `+ - * /`, `maximum`, `minimum`, `clamp`, `pow`, `prelu`, `silu_gate`, `where_cond` | all dims of the result; partial sums where the op is linear |
 /// | `eq`, `ne`, `lt`, `le`, `gt`, `ge` | all dims |
 /// | `sum`, `mean`, `var`, `std`, `norm`, `dot`, `max`, `min`, `any`, `all` (`_all`, `_keepdim`) | all dims; reduced ones leave partial results |
-/// | `argmax`, `argmin`, `softmax`, `log_softmax`, `log_sum_exp`, `prod`, `cumsum`, `topk` | all dims; over a sharded one a few numbers per row are exchanged |
+/// | `argmax`, `argmin`, `softmax`, `log_softmax`, `log_sum_exp`, `prod`, `cumsum`, `logcumsumexp`, `topk` | all dims; over a sharded one a few numbers per row are exchanged |
 /// | `sort_last_dim`, `arg_sort_last_dim`, `causal_softmax`, `masked_softmax`, `layer_norm`, `rms_norm`, `swiglu` | leading dims |
 /// | `matmul`, `mv`, `linear`, `einsum` | batch, rows or columns; a sharded inner dim gives partial sums |
 /// | `scaled_dot_product_attention`, `flash_attn`, `rope` | batch and heads; rows of queries, whose keys are whole or sharded alike; positions of `rope` |

@@ -27,7 +27,7 @@ struct Operands {
 type Refused = (&'static str, fn(&Operands) -> Result<DTensor>);
 
 /// Ops on operands that do not fit, each with a part of its text.
-const REFUSED: [Refused; 70] = [
+const REFUSED: [Refused; 71] = [
     ("add: shapes [2, 3] and [4, 5] do not broadcast", |o| o.x.add(&o.other)),
     ("mul: dtypes f64 and f32 differ", |o| o.x.mul(&o.single)),
     ("div: shapes", |o| o.other.div(&o.row)),
@@ -50,6 +50,7 @@ const REFUSED: [Refused; 70] = [
     ("sort_last_dim: f64[] has no dims", |o| Ok(o.scalar.sort_last_dim(true)?.0)),
     ("softmax", |o| o.x.softmax(2)),
     ("cumsum", |o| o.scalar.cumsum(0)),
+    ("logcumsumexp", |o| o.x.logcumsumexp(2)),
     ("matmul: f64[2, 3]", |o| o.x.matmul(&o.other)),
     ("matmul:", |o| o.x.matmul(&o.row)),
     ("matmul:", |o| o.x.t()?.matmul(&o.single)),
@@ -107,7 +108,7 @@ const REFUSED: [Refused; 70] = [
 ];
 
 /// Functions of real numbers on whole ones.
-const FLOATS_ONLY: [Refused; 29] = [
+const FLOATS_ONLY: [Refused; 30] = [
     ("relu", |o| o.ids.relu()),
     ("gelu", |o| o.ids.gelu()),
     ("silu", |o| o.ids.silu()),
@@ -135,6 +136,7 @@ const FLOATS_ONLY: [Refused; 29] = [
     ("log_softmax", |o| o.ids.log_softmax(1)),
     ("log_sum_exp", |o| o.ids.log_sum_exp(1)),
     ("cumsum", |o| o.ids.cumsum(0)),
+    ("logcumsumexp", |o| o.ids.logcumsumexp(1)),
     ("mean_all", |o| o.ids.mean_all()),
     ("mean_keepdim", |o| o.ids.mean_keepdim(1)),
 ];

@@ -114,6 +114,27 @@ fn tokens_are_written_in_place_until_the_memory_is_full() {
 }
 
 #[test]
+fn memory_grows_by_steps_and_copies_take_as_many_as_they_need() {
+    on_ranks(2, "steps", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let mut cache = KvCache::new(2, ROOM);
+        let [k, v] = spread(&new_tokens(0, 4 * ROOM + 1), &mesh, &[Shard(1)])?;
+        cache.append(&k, &v)?;
+        assert_eq!(cache.max_seq_len(), 5 * ROOM);
+        let [more_k, more_v] = spread(&new_tokens(1, ROOM), &mesh, &[Shard(1)])?;
+        let (all, _) = cache.append(&more_k, &more_v)?;
+        assert_eq!(cache.max_seq_len(), 6 * ROOM);
+        assert_eq!(distance(&all.to_local().narrow(2, 0, 4 * ROOM + 1)?, k.to_local()), 0.0);
+        assert_eq!(distance(&all.to_local().narrow(2, 4 * ROOM + 1, ROOM)?, more_k.to_local()), 0.0);
+        for (tokens, steps) in [(1, 1), (ROOM, 1), (3 * ROOM + 2, 4)] {
+            let part = cache.prefix(tokens)?;
+            assert_eq!((part.current_seq_len(), part.max_seq_len()), (tokens, steps * ROOM));
+        }
+        Ok(())
+    });
+}
+
+#[test]
 fn tokens_that_do_not_fit_are_refused_alike_and_change_nothing() {
     on_ranks(2, "refused", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;

@@ -203,6 +203,13 @@ pub(crate) fn cumsum(x: &Tensor, dim: usize) -> Result<Tensor> {
     Tensor::cat(&sums, dim)
 }
 
+/// The logarithm of the running sum of the exponentials.
+pub(crate) fn logcumsumexp(x: &Tensor, dim: usize) -> Result<Tensor> {
+    let upto = |i| x.narrow(dim, 0, i + 1)?.log_sum_exp(dim)?.unsqueeze(dim);
+    let sums = (0..x.dim(dim)?).map(upto).collect::<Result<Vec<_>>>()?;
+    Tensor::cat(&sums, dim)
+}
+
 /// The windows of a dim, in a last dim.
 pub(crate) fn unfold(x: &Tensor, dim: usize, size: usize, step: usize) -> Result<Tensor> {
     let order = (0..x.rank()).filter(|&d| d != dim).chain([dim]).collect_vec();

@@ -29,6 +29,14 @@ fn cases() -> Vec<(&'static str, Value)> {
         ("fp8_tensor", json!({"quant_method": "fp8"})),
         ("fp8_tensor", json!({"quant_method": "modelopt", "quant_algo": "FP8"})),
         ("fp8_tensor", json!({"producer": {"name": "modelopt"}, "quant_algo": "MIXED_PRECISION"})),
+        ("mlx", json!({"bits": 4, "group_size": 64})),
+        (
+            "mlx_eight",
+            json!({
+                "bits": 4, "group_size": 64, "mode": "affine", "layer": {"bits": 8, "group_size": 32},
+                "other": {"bits": 8, "group_size": 32},
+            }),
+        ),
         ("float_channel", json!({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})),
         ("nvfp4", json!({"quant_method": "modelopt", "quant_algo": "NVFP4"})),
         (
@@ -215,7 +223,7 @@ fn codes_take_the_bytes_of_their_files() {
         let plain: u64 = weights.names().map(|name| weights.stored_as(name).unwrap().1).sum();
         let weights = weights.dequantize(&config).unwrap();
         let (dtype, bytes) = weights.stored_as("layer.weight").unwrap();
-        assert!(["F8_E4M3", "I8", "I32", "U8"].contains(&dtype), "{case}: {dtype}");
+        assert!(["F8_E4M3", "I8", "I32", "U32", "U8"].contains(&dtype), "{case}: {dtype}");
         // Tables and shapes are not weights.
         let others = plain - 2 * bytes;
         assert!(others < 3000, "{case}: {plain} bytes, and {bytes} of each layer");

@@ -77,7 +77,9 @@ fn reference(
     }
     let hidden = |i: usize| {
         let (query, key) = (len - tokens + i / len, i % len);
-        let is_seen = key <= query && options.window.is_none_or(|window| key + window > query);
+        let is_seen = key <= query
+            && options.window.is_none_or(|window| key + window > query)
+            && options.chunk.is_none_or(|chunk| key / chunk == query / chunk);
         if is_seen { 0.0 } else { f64::NEG_INFINITY }
     };
     let hidden = Tensor::from_iter((0..tokens * len).map(hidden), q.device())?.reshape((tokens, len))?;
@@ -141,6 +143,9 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
                         Attention::default().scale(0.7).cap(0.5),
                         Attention::default().window(3),
                         Attention::default().window(8),
+                        // One that steps begin in the middle of, and one whose tokens lie behind each other in a cache of all.
+                        Attention::default().chunk(4),
+                        Attention::default().chunk(9),
                         Attention::default().log_sums(true),
                         Attention::default().window(3).log_sums(true),
                     ] {
@@ -153,7 +158,7 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
                             true => made.with_sinks(&sinks, dtype),
                             false => Ok(made),
                         };
-                        let new = || kept.map(|dtype| Kept::new(options.window, dtype));
+                        let new = || kept.map(|dtype| Kept::new(options.window.or(options.chunk), dtype));
                         let (mut caches, mut alone) = (new(), new());
                         let mut past: [Option<[Tensor; 2]>; 3] = [None, None, None];
                         for (step, tokens) in STEPS.iter().enumerate() {

@@ -20,8 +20,8 @@ the pass (F forward, I input gradients, W weight gradients, B both) and the micr
   bubble (span)    the same for the worst rank, between its own first and last computation
   peak             the most microbatches that each rank holds
 
-Names: gpipe, 1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, interleaved-zb, zbv, v-half, v-min, dualpipev; greedy for
-a schedule generated from the costs, and all for a table of them.";
+Names: gpipe, 1f1b, eager-1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, interleaved-zb, zbv, v-half, v-min,
+dualpipev; greedy for a schedule generated from the costs, and all for a table of them.";
 
 const EXAMPLES: &str = "\
 Examples:

@@ -34,6 +34,11 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 8)]
     pub slots: usize,
 
+    /// Bytes of the keys and values of all texts of a replica. When they are full, the text that came last
+    /// waits, and is computed again [default: those of --slots texts of --cache-tokens]
+    #[arg(long, value_name = "BYTES")]
+    pub cache_bytes: Option<usize>,
+
     /// Tokens of prompts that are read in a pass, beside one of each text that is being written: fewer make the pauses of texts
     /// shorter while others begin
     #[arg(long, value_name = "N", default_value_t = 256)]

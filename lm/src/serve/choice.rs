@@ -33,6 +33,8 @@ pub(super) struct ToldToken {
     pub(super) logprob: Option<TokenLogprob>,
     /// Where its text begins, in characters.
     pub(super) offset: usize,
+    /// How many deltas of its step came before it.
+    pub(super) deltas: usize,
 }
 
 /// What is new of a text.
@@ -136,7 +138,7 @@ impl Choice {
                 Some(TokenEvent::EndToken { token, logprob }) => {
                     if self.tells_end {
                         self.counts.tokens += 1;
-                        self.tell(token, Some(logprob), &mut step);
+                        self.tell(token, Some(logprob), step.deltas.len(), &mut step);
                     }
                 }
                 Some(TokenEvent::Ended(stop)) => {
@@ -170,14 +172,15 @@ impl Choice {
             let known =
                 std::iter::once(None).chain(logprobs.into_iter().map(Some)).chain(std::iter::repeat(None));
             for (&token, logprob) in prompt.iter().zip(known) {
-                self.tell(token, logprob, step);
+                self.tell(token, logprob, step.deltas.len(), step);
             }
         }
         step.deltas.push(ReplyDelta::Text(text));
     }
 
-    fn tell(&mut self, token: u32, logprob: Option<TokenLogprob>, step: &mut ChoiceStep) {
-        step.tokens.push(ToldToken { token, logprob, offset: self.offset });
+    /// Tells a token that was read when there were so many `deltas`.
+    fn tell(&mut self, token: u32, logprob: Option<TokenLogprob>, deltas: usize, step: &mut ChoiceStep) {
+        step.tokens.push(ToldToken { token, logprob, offset: self.offset, deltas });
         if !tokens::is_silent(&self.model.tokenizer, token) {
             self.offset += String::from_utf8_lossy(self.model.bytes(token)).chars().count();
         }
@@ -195,12 +198,12 @@ impl Choice {
             piece.push_str(marker);
         }
         let (clear, is_over) = stops.next(&piece);
-        let is_hidden = self.reader.is_thinking();
+        let (is_hidden, deltas) = (self.reader.is_thinking(), step.deltas.len());
         self.reader.read(&clear, false, &mut step.deltas);
         if is_hidden || self.reader.is_thinking() {
             self.counts.thoughts += 1;
         } else if self.tells_tokens {
-            self.tell(token, logprob, step);
+            self.tell(token, logprob, deltas, step);
         }
         if is_over {
             self.text = None;

@@ -44,8 +44,7 @@ impl Histogram {
         self.sum += seconds;
     }
 
-    fn write(&self, text: &mut String, name: &str, help: &str, label: &str) {
-        writeln!(text, "# HELP {name} {help}\n# TYPE {name} histogram").ok();
+    fn write(&self, text: &mut String, name: &str, label: &str) {
         for (count, bound) in self.counts.iter().zip(self.bounds) {
             writeln!(text, "{name}_bucket{{{label},le=\"{bound}\"}} {count}").ok();
         }
@@ -73,14 +72,14 @@ struct Numbers {
     decode: Histogram,
 }
 
-/// The numbers of a server.
+/// The numbers of a server: those of the model, and of it with each adapter.
 #[derive(Clone, Debug)]
-pub(super) struct Metrics(Arc<Mutex<Numbers>>);
+pub(super) struct Metrics(Arc<Mutex<Vec<Numbers>>>);
 
-impl Metrics {
-    pub(super) fn new() -> Self {
+impl Numbers {
+    fn new() -> Self {
         let seconds = || Histogram::new(SECONDS);
-        Self(Arc::new(Mutex::new(Numbers {
+        Self {
             prompt: 0,
             written: 0,
             ends: [0; ENDS.len()],
@@ -91,29 +90,54 @@ impl Metrics {
             queue: seconds(),
             prefill: seconds(),
             decode: seconds(),
-        })))
+        }
+    }
+}
+
+impl Metrics {
+    /// Numbers for so many names.
+    pub(super) fn new(names: usize) -> Self {
+        Self(Arc::new(Mutex::new((0..names.max(1)).map(|_| Numbers::new()).collect())))
     }
 
-    /// The text that Prometheus reads.
-    pub(super) fn text(&self, model: &str, status: &ServeStatus) -> String {
-        let escaped = model.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
-        let label = format!("model_name=\"{escaped}\"");
+    /// Changes the numbers of the model, or of it with an adapter.
+    fn change(&self, adapter: Option<usize>, change: impl FnOnce(&mut Numbers)) {
+        let mut all = self.0.lock();
+        if let Some(numbers) = all.get_mut(adapter.map_or(0, |adapter| adapter + 1)) {
+            change(numbers);
+        }
+    }
+
+    /// The text that Prometheus reads, of a model of these names.
+    pub(super) fn text<'a>(&self, names: impl Iterator<Item = &'a str>, status: &ServeStatus) -> String {
+        let labels: Vec<String> = names
+            .map(|name| {
+                let escaped = name.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+                format!("model_name=\"{escaped}\"")
+            })
+            .collect();
+        let label = labels.first().map(String::as_str).unwrap_or_default();
         let mut text = String::new();
-        let numbers = self.0.lock();
-        let usage = status.cached_tokens as f64 / (status.slots * status.room.unwrap_or(0)).max(1) as f64;
+        let head = |text: &mut String, name: &str, kind: &str, help: &str| {
+            writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}").ok();
+        };
+        let usage = status.used_bytes as f64 / status.cache_bytes.max(1) as f64;
         let gauges: [(&str, &str, f64); 5] = [
             ("vllm:num_requests_running", "Requests that are being written.", status.running as f64),
             ("vllm:num_requests_waiting", "Requests that wait for a slot.", status.waiting as f64),
-            ("vllm:kv_cache_usage_perc", "The share of the cache that has tokens, 1 for all of it.", usage),
+            (
+                "vllm:kv_cache_usage_perc",
+                "The share of the cache's memory that texts have, 1 for all.",
+                usage,
+            ),
             ("lm:waiting_tokens", "Tokens of the prompts that wait.", status.waiting_tokens as f64),
             ("lm:is_draining", "Whether new requests are refused.", u8::from(status.is_draining).into()),
         ];
         for (name, help, value) in gauges {
-            writeln!(text, "# HELP {name} {help}\n# TYPE {name} gauge\n{name}{{{label}}} {value}").ok();
+            head(&mut text, name, "gauge", help);
+            writeln!(text, "{name}{{{label}}} {value}").ok();
         }
-        let counters: [(&str, &str, u64); 5] = [
-            ("vllm:prompt_tokens_total", "Tokens of prompts that were read.", numbers.prompt),
-            ("vllm:generation_tokens_total", "Tokens that were written.", numbers.written),
+        let of_engine: [(&str, &str, u64); 4] = [
             (
                 "vllm:prefix_cache_queries_total",
                 "Tokens of prompts that were looked for in the cache.",
@@ -124,34 +148,63 @@ impl Metrics {
                 "Tokens of prompts that were in the cache.",
                 status.reused_tokens,
             ),
+            (
+                "vllm:num_preemptions_total",
+                "Texts that lost their memory to others and were computed again.",
+                status.preemptions,
+            ),
             ("lm:passes_total", "Passes of the model.", status.passes),
         ];
-        for (name, help, value) in counters {
-            writeln!(text, "# HELP {name} {help}\n# TYPE {name} counter\n{name}{{{label}}} {value}").ok();
+        for (name, help, value) in of_engine {
+            head(&mut text, name, "counter", help);
+            writeln!(text, "{name}{{{label}}} {value}").ok();
         }
-        writeln!(text, "# HELP vllm:request_success_total Texts by their ends.\n# TYPE vllm:request_success_total counter").ok();
-        for (end, count) in ENDS.iter().zip(numbers.ends) {
-            writeln!(text, "vllm:request_success_total{{{label},finished_reason=\"{end}\"}} {count}").ok();
-        }
-        writeln!(text, "# HELP lm:responses_total Responses by status.\n# TYPE lm:responses_total counter")
-            .ok();
-        for (hundreds, count) in numbers.responses.iter().enumerate().skip(1) {
-            writeln!(text, "lm:responses_total{{{label},status=\"{hundreds}xx\"}} {count}").ok();
-        }
-        let histograms = [
-            (
-                &numbers.first,
-                "vllm:time_to_first_token_seconds",
-                "From a request's arrival to its first token.",
-            ),
-            (&numbers.between, "vllm:inter_token_latency_seconds", "Between two tokens of a text."),
-            (&numbers.whole, "vllm:e2e_request_latency_seconds", "From a request's arrival to its end."),
-            (&numbers.queue, "vllm:request_queue_time_seconds", "From a request's arrival to its slot."),
-            (&numbers.prefill, "vllm:request_prefill_time_seconds", "From a slot to the first token."),
-            (&numbers.decode, "vllm:request_decode_time_seconds", "From the first token to the last."),
+        let all = self.0.lock();
+        let of_names = || labels.iter().zip(all.iter());
+        let counters: [(&str, &str, fn(&Numbers) -> u64); 2] = [
+            ("vllm:prompt_tokens_total", "Tokens of prompts that were read.", |numbers| numbers.prompt),
+            ("vllm:generation_tokens_total", "Tokens that were written.", |numbers| numbers.written),
         ];
-        for (histogram, name, help) in histograms {
-            histogram.write(&mut text, name, help, &label);
+        for (name, help, of) in counters {
+            head(&mut text, name, "counter", help);
+            for (label, numbers) in of_names() {
+                writeln!(text, "{name}{{{label}}} {}", of(numbers)).ok();
+            }
+        }
+        let name = "vllm:request_success_total";
+        head(&mut text, name, "counter", "Texts by their ends.");
+        for (label, numbers) in of_names() {
+            for (end, count) in ENDS.iter().zip(numbers.ends) {
+                writeln!(text, "{name}{{{label},finished_reason=\"{end}\"}} {count}").ok();
+            }
+        }
+        head(&mut text, "lm:responses_total", "counter", "Responses by status.");
+        for (label, numbers) in of_names() {
+            for (hundreds, count) in numbers.responses.iter().enumerate().skip(1) {
+                writeln!(text, "lm:responses_total{{{label},status=\"{hundreds}xx\"}} {count}").ok();
+            }
+        }
+        let histograms: [(&str, &str, fn(&Numbers) -> &Histogram); 6] = [
+            ("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", |numbers| {
+                &numbers.first
+            }),
+            ("vllm:inter_token_latency_seconds", "Between two tokens of a text.", |numbers| &numbers.between),
+            ("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.", |numbers| {
+                &numbers.whole
+            }),
+            ("vllm:request_queue_time_seconds", "From a request's arrival to its slot.", |numbers| {
+                &numbers.queue
+            }),
+            ("vllm:request_prefill_time_seconds", "From a slot to the first token.", |numbers| {
+                &numbers.prefill
+            }),
+            ("vllm:request_decode_time_seconds", "From the first token to the last.", |numbers| {
+                &numbers.decode
+            }),
+        ];
+        for (name, help, of) in histograms {
+            head(&mut text, name, "histogram", help);
+            of_names().for_each(|(label, numbers)| of(numbers).write(&mut text, name, label));
         }
         text
     }
@@ -166,6 +219,7 @@ pub(super) struct RequestRecord {
     client: String,
     arrival: Instant,
     prompt_tokens: usize,
+    adapter: Option<usize>,
     /// When the first and the last token of each choice came, and of the last its end.
     first: Option<Instant>,
     last: Vec<Option<Instant>>,
@@ -191,6 +245,7 @@ impl RequestRecord {
             client: client.unwrap_or("-").to_owned(),
             arrival: Instant::now(),
             prompt_tokens: 0,
+            adapter: None,
             first: None,
             last: Vec::new(),
             written: 0,
@@ -205,14 +260,18 @@ impl RequestRecord {
         self.arrival
     }
 
-    /// Begins with texts of so many tokens of prompts.
-    pub(super) fn begin(&mut self, prompt_tokens: usize) {
-        self.prompt_tokens = prompt_tokens;
+    /// Begins with texts of so many tokens of prompts, by the model or by it with an adapter.
+    pub(super) fn begin(&mut self, prompt_tokens: usize, adapter: Option<usize>) {
+        (self.prompt_tokens, self.adapter) = (prompt_tokens, adapter);
     }
 
     /// Counts what has happened to a choice since.
     pub(super) fn note(&mut self, choice: &mut Choice) {
-        let mut numbers = self.metrics.0.lock();
+        let metrics = self.metrics.clone();
+        metrics.change(self.adapter, |numbers| self.note_in(numbers, choice));
+    }
+
+    fn note_in(&mut self, numbers: &mut Numbers, choice: &mut Choice) {
         if let Some(admitted) = choice.counts.admitted.take() {
             let queue = admitted.saturating_duration_since(self.arrival);
             self.queue.get_or_insert(queue);
@@ -250,24 +309,24 @@ impl RequestRecord {
             return;
         }
         let whole = self.arrival.elapsed();
-        let mut numbers = self.metrics.0.lock();
-        if let Some(count) = numbers.responses.get_mut(usize::from(status / 100)) {
-            *count += 1;
-        }
         let is_aborted = self.ends.is_empty() && (self.written > 0 || status == 499);
-        for end in self.ends.iter().copied().chain(is_aborted.then_some("abort")) {
-            if let Some(at) = ENDS.iter().position(|known| *known == end) {
-                numbers.ends[at] += 1;
+        self.metrics.change(self.adapter, |numbers| {
+            if let Some(count) = numbers.responses.get_mut(usize::from(status / 100)) {
+                *count += 1;
             }
-        }
-        if self.prompt_tokens > 0 && self.queue.is_some() {
-            numbers.prompt += self.prompt_tokens as u64;
-            numbers.whole.observe(whole);
-        }
-        if let (Some(first), Some(last)) = (self.first, self.last.iter().flatten().max()) {
-            numbers.decode.observe(last.saturating_duration_since(first));
-        }
-        drop(numbers);
+            for end in self.ends.iter().copied().chain(is_aborted.then_some("abort")) {
+                if let Some(at) = ENDS.iter().position(|known| *known == end) {
+                    numbers.ends[at] += 1;
+                }
+            }
+            if self.prompt_tokens > 0 && self.queue.is_some() {
+                numbers.prompt += self.prompt_tokens as u64;
+                numbers.whole.observe(whole);
+            }
+            if let (Some(first), Some(last)) = (self.first, self.last.iter().flatten().max()) {
+                numbers.decode.observe(last.saturating_duration_since(first));
+            }
+        });
         if self.logs {
             self.log(status, whole);
         }

@@ -23,6 +23,7 @@ mod reply;
 mod response_writer;
 mod responses;
 mod routes;
+mod text_tokens;
 mod vocabulary;
 
 pub use access::{Access, ApiKeys};

@@ -99,10 +99,12 @@ fn open(args: &Args, name: &str, scratch: &Path) -> Result<(Files, ServeOptions,
     let options = ServeOptions {
         slots: args.serve.slots,
         room: Some(room),
+        memory: args.serve.cache_bytes,
         chunk: args.serve.chunk,
         heartbeat: HEARTBEAT,
         ..ServeOptions::of(opened::held(args, &files)?)
     };
+    options.cache_bytes(&files.config, args.model_ranks(), args.pp)?;
     Ok((files, options, model))
 }
 

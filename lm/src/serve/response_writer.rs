@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use candle_lm::tokens;
 use serde_json::{Value, json};
 
 use super::answer::{self, AnswerKind, fresh_id};
@@ -10,6 +11,7 @@ use super::choice::{Choice, ChoiceStep};
 use super::events::EventWriter;
 use super::model::ServedModel;
 use super::reply::ReplyDelta;
+use super::text_tokens::TextTokens;
 
 /// What an item of a response is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,9 +29,10 @@ pub(super) struct ResponseWriter {
     tells_tokens: bool,
     items: Vec<Value>,
     open: Option<ItemKind>,
-    /// The log-probabilities of tokens of the open message, those that are told and those that will be with the next text.
+    /// The log-probabilities of the open message.
     told: Vec<Value>,
-    untold: Vec<Value>,
+    /// Those of tokens whose text is not clear yet.
+    untold: TextTokens<Value>,
     end: Option<&'static str>,
     sequence: u64,
 }
@@ -50,7 +53,7 @@ impl ResponseWriter {
             items: Vec::new(),
             open: None,
             told: Vec::new(),
-            untold: Vec::new(),
+            untold: TextTokens::default(),
             end: None,
             sequence: 0,
         }
@@ -167,17 +170,19 @@ impl ResponseWriter {
             ReplyDelta::Text(more) if !more.is_empty() => {
                 self.turn_to(ItemKind::Message, events);
                 self.append("/content/0/text", &more);
-                let logprobs = std::mem::take(&mut self.untold);
+                let logprobs = self.untold.take(&more);
                 self.told.extend(logprobs.iter().cloned());
                 let delta = json!({"delta": more, "logprobs": logprobs});
                 self.push_of_part("response.output_text.delta", delta, events);
             }
             ReplyDelta::Thought(more) if !more.is_empty() => {
+                self.untold.clear();
                 self.turn_to(ItemKind::Thoughts, events);
                 self.append("/content/0/text", &more);
                 self.push_of_part("response.reasoning_text.delta", json!({"delta": more}), events);
             }
             ReplyDelta::Call(call) => {
+                self.untold.clear();
                 let item = json!({
                     "id": fresh_id("fc").replace('-', "_"), "type": "function_call", "status": "in_progress",
                     "call_id": answer::call_id(self.model), "name": call.name, "arguments": "",
@@ -211,18 +216,24 @@ impl EventWriter for ResponseWriter {
     }
 
     fn step(&mut self, _: usize, step: ChoiceStep, events: &mut VecDeque<String>) {
+        let mut told = Value::Null;
         if self.tells_tokens {
-            let mut told = answer::logprobs(AnswerKind::Chat, self.model, &step.tokens);
-            if let Some(Value::Array(mut tokens)) = told.get_mut("content").map(Value::take) {
-                self.untold.append(&mut tokens);
+            told = answer::logprobs(AnswerKind::Chat, self.model, &step.tokens)["content"].take();
+        }
+        let mut deltas = step.deltas.into_iter();
+        let mut pushed = 0;
+        for (token, logprob) in step.tokens.iter().zip(told.as_array_mut().into_iter().flatten()) {
+            while pushed < token.deltas
+                && let Some(delta) = deltas.next()
+            {
+                self.push_delta(delta, events);
+                pushed += 1;
             }
+            let is_silent = tokens::is_silent(&self.model.tokenizer, token.token);
+            let bytes = if is_silent { &[] } else { self.model.bytes(token.token) };
+            self.untold.push(logprob.take(), bytes.to_vec());
         }
-        let has_deltas = !step.deltas.is_empty();
-        step.deltas.into_iter().for_each(|delta| self.push_delta(delta, events));
-        if has_deltas && self.open != Some(ItemKind::Message) {
-            // Those of thoughts and calls are not told.
-            self.untold.clear();
-        }
+        deltas.for_each(|delta| self.push_delta(delta, events));
         self.end = self.end.or(step.end);
     }
 
@@ -230,7 +241,6 @@ impl EventWriter for ResponseWriter {
         if self.items.is_empty() {
             self.turn_to(ItemKind::Message, events);
         }
-        self.told.append(&mut self.untold);
         let is_cut = self.end == Some("length");
         let status = if is_cut { "incomplete" } else { "completed" };
         self.close(status, events);

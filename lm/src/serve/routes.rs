@@ -23,7 +23,7 @@ use tokio::time::{sleep, timeout};
 use super::access::Client;
 use super::answer::{self, AnswerFrame, AnswerPlan, TextParts};
 use super::api_error::{ApiError, ApiResult};
-use super::choice::{Choice, ChoiceStep};
+use super::choice::{Choice, ChoicePlan, ChoiceStep};
 use super::chunks::ChunkWriter;
 use super::events::{EventBody, EventWriter};
 use super::fields::{self, Fields, wrong};
@@ -68,7 +68,7 @@ impl FrontState {
         let prep = PrepThread::start(bodies)?;
         let bytes = options.limits.body.saturating_mul(LARGE_BODIES).min(Semaphore::MAX_PERMITS);
         let bodies = Arc::new(Semaphore::new(bytes));
-        Ok(Self { model, queue, options, metrics: Metrics::new(), prep, bodies })
+        Ok(Self { model, queue, options, metrics: Metrics::new(model.names().count()), prep, bodies })
     }
 
     /// The state of the engine, if it takes requests.
@@ -189,7 +189,7 @@ async fn ready(State(state): FrontHandle) -> Response<Body> {
 }
 
 async fn metrics(State(state): FrontHandle) -> Response<Body> {
-    let text = state.metrics.text(&state.model.name, &state.queue.status());
+    let text = state.metrics.text(state.model.names(), &state.queue.status());
     of_type("text/plain; version=0.0.4; charset=utf-8", text)
 }
 
@@ -372,15 +372,14 @@ async fn texts(state: &FrontState, record: &mut RequestRecord, plan: AnswerPlan)
         plan;
     let includes_usage = plan.includes_usage;
     let tells_tokens = plans.first().is_some_and(|plan| plan.request.logprobs.is_some());
-    let name = model.name_with(plans.first().and_then(|plan| plan.request.adapter));
-    record.begin(prompt_tokens);
-    let mut choices = Vec::new();
-    for (index, plan) in plans.into_iter().enumerate() {
-        let (request, plan) = plan.split();
-        // Those before are cancelled if this one is refused.
-        let events = state.queue.submit(request).map_err(|error| ApiError::of_submit(error, param))?;
-        choices.push(Choice::new(index, model, events, plan));
-    }
+    let adapter = plans.first().and_then(|plan| plan.request.adapter);
+    let name = model.name_with(adapter);
+    record.begin(prompt_tokens, adapter);
+    let (requests, plans): (Vec<_>, Vec<_>) = plans.into_iter().map(ChoicePlan::split).unzip();
+    let events = state.queue.submit_all(requests).map_err(|error| ApiError::of_submit(error, param))?;
+    let texts = events.into_iter().zip(plans).enumerate();
+    let mut choices: Vec<Choice> =
+        texts.map(|(index, (events, plan))| Choice::new(index, model, events, plan)).collect();
     let frame = AnswerFrame::new(kind, name, (prompt_tokens, texts_of_prompt));
     let responds = response.map(|response| ResponseWriter::new(model, response, prompt_tokens, tells_tokens));
     if streams {

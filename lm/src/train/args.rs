@@ -106,8 +106,8 @@ pub struct TrainArgs {
     #[arg(long, value_name = "N", default_value_t = 0, requires = "train")]
     pub skip_nonfinite: usize,
 
-    /// Replicas of the model, each with its part of the batch
-    #[arg(long, value_name = "N", default_value_t = 1, requires = "train")]
+    /// Replicas of the model, each with its part of the batch, or with texts of its own of a server
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pub dp: usize,
 
     /// Shard parameters, gradients and optimizer state over --dp; each layer is whole only while it runs

@@ -106,16 +106,25 @@ pub(super) fn apply(
             let width = width.map_or(Ok(80), |width| width.int())?;
             methods::padded(&*text()?, "center", width, &Text::own(" "), work)
         }
-        "string" | "safe" => {
+        "string" => {
             let [] = args.bind(name, [])?;
             Ok(JinjaValue::Text(text()?))
+        }
+        "safe" => {
+            let [] = args.bind(name, [])?;
+            work.text(text()?.as_markup())
         }
         "pprint" => {
             let mut made = Text::default();
             value.write(&mut made, work)?;
             work.text(made)
         }
-        "escape" | "e" | "forceescape" => escaped(&*text()?, work),
+        "escape" | "e" if text()?.is_markup() => Ok(JinjaValue::Text(text()?)),
+        "escape" | "e" | "forceescape" => {
+            let text = text()?;
+            work.letters(&text)?;
+            work.text(text.escaped())
+        }
         "replace" => methods::call(&JinjaValue::Text(text()?), name, args, work),
         "format" => {
             let values = work.tuple(args.positional)?;
@@ -385,20 +394,6 @@ fn cut(name: &str, items: Vec<JinjaValue>, args: Args, work: &WorkBudget) -> Eva
         made.push(work.list(some)?);
     }
     work.list(made)
-}
-
-fn escaped(text: &Text, work: &WorkBudget) -> EvalResult<JinjaValue> {
-    work.letters(text)?;
-    work.text(text.map(|c| -> Vec<char> {
-        match c {
-            '&' => "&amp;".chars().collect(),
-            '<' => "&lt;".chars().collect(),
-            '>' => "&gt;".chars().collect(),
-            '"' => "&#34;".chars().collect(),
-            '\'' => "&#39;".chars().collect(),
-            c => vec![c],
-        }
-    }))
 }
 
 fn indented(text: &Text, args: Args, work: &WorkBudget) -> EvalResult<JinjaValue> {

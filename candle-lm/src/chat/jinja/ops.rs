@@ -26,7 +26,7 @@ pub(super) fn binary(
         BinOpKind::In => JinjaValue::Bool(right.contains(left, work)?),
         BinOpKind::Concat => joined(&*left.shown(work)?, &*right.shown(work)?, work)?,
         BinOpKind::Add => match (left, right) {
-            (JinjaValue::Text(a), JinjaValue::Text(b)) => joined(a, b, work)?,
+            (JinjaValue::Text(a), JinjaValue::Text(b)) => added(a, b, work)?,
             (JinjaValue::List(a), JinjaValue::List(b)) if a.is_tuple == b.is_tuple => {
                 work.charge((a.items.len() + b.items.len()) as u64)?;
                 let items = a.items.iter().chain(&b.items).cloned().collect();
@@ -119,8 +119,23 @@ fn number(
 fn joined(left: &Text, right: &Text, work: &WorkBudget) -> EvalResult<JinjaValue> {
     // Before the bytes are there.
     work.charge(left.cost() + right.cost())?;
-    let mut made = left.clone();
+    let mut made = Text::default();
+    made.push(left);
     made.push(right);
+    work.text(made)
+}
+
+/// Joins texts by `+`: what is added to HTML is written as what shows it.
+fn added(left: &Text, right: &Text, work: &WorkBudget) -> EvalResult<JinjaValue> {
+    if !left.is_markup() && !right.is_markup() {
+        return joined(left, right, work);
+    }
+    work.charge(left.cost() + right.cost())?;
+    work.letters(left)?;
+    work.letters(right)?;
+    let shown = |text: &Text| if text.is_markup() { text.clone() } else { text.escaped() };
+    let mut made = shown(left);
+    made.push(&shown(right));
     work.text(made)
 }
 

@@ -11,12 +11,14 @@ pub(in crate::chat) struct Text {
     text: String,
     /// The foreign bytes, in ascending order, apart from each other.
     foreign: Vec<Range<usize>>,
+    /// Whether it is HTML, with which other texts are joined as what they show.
+    is_markup: bool,
 }
 
 impl Text {
     /// Returns a text that the template wrote.
     pub(super) fn own(text: impl Into<String>) -> Self {
-        Self { text: text.into(), foreign: Vec::new() }
+        Self { text: text.into(), foreign: Vec::new(), is_markup: false }
     }
 
     /// Returns a text from outside.
@@ -36,6 +38,31 @@ impl Text {
         }
         made.mark(start..text.len());
         made
+    }
+
+    /// Returns the same text as HTML.
+    pub(super) fn as_markup(&self) -> Self {
+        Self { is_markup: true, ..self.clone() }
+    }
+
+    /// Whether it is HTML.
+    pub(super) fn is_markup(&self) -> bool {
+        self.is_markup
+    }
+
+    /// Returns the HTML that shows this text.
+    pub(super) fn escaped(&self) -> Self {
+        let letters = |c| -> Vec<char> {
+            match c {
+                '&' => "&amp;".chars().collect(),
+                '<' => "&lt;".chars().collect(),
+                '>' => "&gt;".chars().collect(),
+                '"' => "&#34;".chars().collect(),
+                '\'' => "&#39;".chars().collect(),
+                c => vec![c],
+            }
+        };
+        self.map(letters).as_markup()
     }
 
     /// Its bytes, with those that tell which of them are foreign.

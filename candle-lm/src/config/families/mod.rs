@@ -6,8 +6,10 @@ mod gemma;
 mod gemma4;
 mod glm;
 mod granite;
+mod hunyuan;
 mod lfm2;
 mod llama;
+mod llama4;
 mod mamba;
 mod minimax;
 mod olmo;
@@ -68,7 +70,7 @@ impl Family {
         match self.model_type {
             // transformers has no other ones for it.
             "phi3" => ["default", "longrope", "su"].contains(&kind),
-            "hunyuan_v1_dense" => !["su", rope::PROPORTIONAL].contains(&kind),
+            "hunyuan_v1_dense" | "hunyuan_v1_moe" => !["su", rope::PROPORTIONAL].contains(&kind),
             "gemma4_text" => ["default", rope::PROPORTIONAL].contains(&kind),
             _ => !["su", rope::BASE_STRETCH, rope::PROPORTIONAL].contains(&kind),
         }
@@ -96,6 +98,7 @@ const PLAIN: FamilyDefaults =
 pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
     let makers = [
         &llama::FAMILIES[..],
+        &llama4::FAMILIES,
         &mamba::FAMILIES,
         &qwen::FAMILIES,
         &gemma::FAMILIES,
@@ -103,6 +106,7 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
         &olmo::FAMILIES,
         &glm::FAMILIES,
         &granite::FAMILIES,
+        &hunyuan::FAMILIES,
         &cohere::FAMILIES,
         &deepseek::FAMILIES,
         &minimax::FAMILIES,
@@ -123,7 +127,9 @@ pub(in crate::config) fn plain(fields: Map<String, Value>) -> Result<Map<String,
         Some("gemma4_text") => gemma4::plain(fields),
         Some("gpt_oss") => Ok(openai::plain(fields)),
         Some("granitemoehybrid") => Ok(granite::plain(fields)),
+        Some("hunyuan_v1_moe") => hunyuan::plain(fields),
         Some("lfm2" | "lfm2_moe") => lfm2::plain(fields),
+        Some("llama4_text") => llama4::plain(fields),
         Some("mamba2") => Ok(mamba::mamba2(fields)),
         Some("nemotron_h") => mamba::nemotron_h(fields),
         _ => Ok(fields),

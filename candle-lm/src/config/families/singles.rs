@@ -5,11 +5,11 @@ use candle_shard::kernels::RopePairs;
 
 use super::{Family, FamilyDefaults, PLAIN, biased, full, windows};
 use crate::config::fields::FieldRule::{self, Only, Same, Used};
-use crate::config::fields::Plain::{False, One, Text, True};
+use crate::config::fields::Plain::{One, Text, True};
 use crate::config::parts::{NormKind, Norms, Parts, QkNorm};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 9] = [
+pub(super) static FAMILIES: [Family; 8] = [
     Family {
         model_type: "seed_oss",
         architecture: "SeedOssForCausalLM",
@@ -58,27 +58,6 @@ pub(super) static FAMILIES: [Family; 9] = [
             };
             Ok(Parts { norms: Norms::After, qk_norm: QkNorm::Head, windows, rotary, ..Parts::default() })
         },
-    },
-    Family {
-        model_type: "hunyuan_v1_dense",
-        architecture: "HunYuanDenseV1ForCausalLM",
-        fields: &[
-            ("attention_bias", Used),
-            // What transformers does not read, and other programs do.
-            ("attention_head_dim", FieldRule::Harmless),
-            ("cla_share_factor", FieldRule::Harmless),
-            // Of models that classify texts.
-            ("dense_list", FieldRule::Harmless),
-            ("eod_token_id", FieldRule::Harmless),
-            ("norm_type", Only(Text("rms"))),
-            ("num_experts", Only(One)),
-            ("org_vocab_size", Same("vocab_size")),
-            ("use_cla", Only(False)),
-            ("use_qk_norm", Only(True)),
-            ("use_rotary_pos_emb", Only(True)),
-        ],
-        absent: PLAIN,
-        parts: |fields, layers| Ok(Parts { qk_norm: QkNorm::HeadBehindRotary, ..biased(fields, layers)? }),
     },
     Family {
         model_type: "nemotron",

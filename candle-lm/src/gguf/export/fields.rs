@@ -11,7 +11,7 @@ use crate::config::experts::Experts;
 use crate::config::mixers::MixerKind;
 use crate::config::parts::NormKind;
 use crate::config::{Config, RopeScaling};
-use crate::gguf::rope;
+use crate::gguf::{llama4, rope};
 
 /// A key and its value.
 pub(super) type Field = (String, Stored);
@@ -117,7 +117,7 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
         if experts.scores == Scores::Sigmoid {
             own.extend([("expert_gating_func", number(2)), ("expert_weights_scale", float(experts.scale))]);
         }
-        if experts.shared_gate || (kind == "granitemoe" && experts.shared > 0) {
+        if experts.shared_gate || (["granitemoe", "hunyuan-moe"].contains(&kind) && experts.shared > 0) {
             own.push(("expert_shared_feed_forward_length", number(experts.shared)));
         }
         if ["glm4moe", "lfm2moe"].contains(&kind) {
@@ -140,7 +140,10 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
             ]);
         }
     }
-    if let Some(temperature) = parts.temperature {
+    if let Some(step) = llama4::step(config).filter(|_| kind == llama4::KIND) {
+        own.push(("interleave_moe_layer_step", number(step)));
+    }
+    if let Some(temperature) = parts.temperature.filter(|_| kind != llama4::KIND) {
         own.push(("attention.temperature_scale", float(temperature.scale)));
     }
     match &config.rope_scaling {
@@ -217,6 +220,7 @@ pub(super) fn frequencies(config: &Config) -> Option<Vec<f32>> {
                 match () {
                     () if wavelength < shortest => 1.0,
                     () if wavelength > longest => *factor,
+                    () if longest == shortest => 1.0,
                     () => 1.0 / ((1.0 - smooth) / factor + smooth),
                 }
             };

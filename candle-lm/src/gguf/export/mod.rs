@@ -18,10 +18,10 @@ use candle_core::{DType, Device, Tensor};
 use candle_shard::nn::Heads;
 use tokenizers::Tokenizer;
 
-use super::{ARCHITECTURES, CONV, MODULES, NORMS, QK_NORMS, TENSORS, tokenizer};
+use super::{ARCHITECTURES, CONV, MODULES, NORMS, QK_NORMS, TENSORS, llama4, tokenizer};
 use crate::adapter::MergedAdapter;
 use crate::config::mixers::MixerKind;
-use crate::config::parts::{FUSED_GATE, FUSED_SHARED, Parts};
+use crate::config::parts::{FUSED_GATE, FUSED_SHARED, Parts, QkNorm};
 use crate::config::tensors::ROUTER;
 use crate::config::{Config, RopeScaling};
 use crate::files::Files;
@@ -111,7 +111,9 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     need(of_llama || is_starcoder || !parts.output_bias, "a bias of the output of attention");
     need(!is_starcoder || parts.mlp_bias, "layers without biases");
     need(
-        of_llama || ["exaone4", "mistral3", "arcee"].contains(&kind) || fields::frequencies(config).is_none(),
+        of_llama
+            || ["exaone4", "mistral3", "arcee", "llama4"].contains(&kind)
+            || fields::frequencies(config).is_none(),
         "a scaling of each frequency",
     );
     need(
@@ -145,14 +147,34 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
         let is_leading = |layers: &[bool]| layers.is_sorted();
         let leads = ["glm4moe", "lfm2moe"].contains(&kind);
         need(kind != "lfm2moe" || (experts.normalize && experts.scale == 1.0), "scaled weights of experts");
-        let takes_raw = ["qwen2moe", "olmoe"].contains(&kind);
+        let takes_raw = ["qwen2moe", "olmoe", "llama4"].contains(&kind);
         need(leads || takes_raw || experts.normalize, "weights of experts that are not normalized");
         need(!takes_raw || !experts.normalize, "weights of experts that are normalized");
         need(
-            !config.has_dense_layers() || (leads && is_leading(&experts.layers)),
+            !config.has_dense_layers() || (leads && is_leading(&experts.layers)) || kind == llama4::KIND,
             "dense layers in a model that has layers with experts",
         );
         need(!parts.mlp_bias, "experts with biases");
+    }
+    if kind == llama4::KIND {
+        let layers = 0..config.num_hidden_layers;
+        let is_rotary = |layer: usize| !(layer + 1).is_multiple_of(llama4::PERIOD);
+        let has_norms = parts.qk_norm != QkNorm::None;
+        need(parts.experts.is_some(), "a model without experts");
+        need(
+            windows(config).into_iter().flatten().all(|chunk| chunk == llama4::CHUNK),
+            "chunks of this length",
+        );
+        need(
+            layers.clone().all(|layer| parts.is_rotary(layer) == is_rotary(layer)),
+            "these layers without positions",
+        );
+        need(parts.temperature == Some(llama4::TEMPERATURE), "this temperature of attention");
+        need(
+            parts.experts.as_ref().is_none_or(|experts| has_norms == llama4::has_norms(experts.count)),
+            "these norms of queries and keys with so many experts",
+        );
+        need(llama4::step(config).is_some(), "experts in these layers");
     }
     ensure!(lacks.is_empty(), "llama.cpp has not implemented for {kind}: {}", lacks.join(", "));
     Ok((kind, is_permuted))
@@ -176,7 +198,7 @@ fn windows_of(kind: &str, config: &Config) -> Vec<Option<usize>> {
         _ if lists_windows(kind) => config.parts.window(layer).is_some(),
         "gemma2" => layer.is_multiple_of(2),
         "gemma3" => layer % 6 < 5,
-        "cohere2" => layer % 4 < 3,
+        "cohere2" | llama4::KIND => layer % 4 < 3,
         _ => false,
     };
     (0..config.num_hidden_layers).map(|layer| width.filter(|_| is_narrow(layer))).collect()
@@ -213,7 +235,9 @@ pub(crate) fn renamed(name: &str, kind: &str, config: &Config) -> Result<String>
         Some((module, parameter @ ("weight" | "bias"))) => (module, parameter),
         _ => (rest, "weight"),
     };
-    let of_all = module.replace(".shared_expert.", ".shared_experts.");
+    let of_all = ["shared_expert", "shared_mlp"]
+        .iter()
+        .fold(module.to_owned(), |module, own| module.replace(&format!(".{own}."), ".shared_experts."));
     let place = config.parts.norms.names().iter().position(|name| *name == Some(module));
     let of_heads = module.strip_prefix("self_attn.");
     let of_heads = config.parts.qk_norm.names().iter().position(|name| of_heads == Some(name));
@@ -319,10 +343,10 @@ fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
             let layers: Vec<bool> =
                 (0..config.num_hidden_layers).map(|layer| experts.are_in(layer)).collect();
             let choice = (experts.count, experts.chosen, experts.scores, experts.groups, experts.has_bias);
-            let shared = (experts.shared, experts.shared_gate);
+            let shared = (experts.shared, experts.shared_gate, experts.weigh_inputs);
             (choice, experts.hidden, experts.normalize, experts.scale as f32, shared, layers)
         });
-        (windows(config), rotary, experts, config.parts.mixers.clone())
+        (windows(config), config.parts.chunked, rotary, experts, config.parts.mixers.clone())
     };
     ensure!(layers(was) == layers(is), "the layers are not those of the config");
     let rest = |config: &Config| {
@@ -335,7 +359,7 @@ fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
         (
             norms,
             scores,
-            config.parts.temperature.map(|one| (rounded(one.scale), one.length)),
+            config.parts.temperature.map(|one| (rounded(one.scale), one.length, one.first)),
             config.parts.local_rope.clone().map(|(theta, scaling)| (rounded(theta), scaling)),
             [embedding_scale, branch_scale, logits_divisor, rotary_share].map(rounded),
         )

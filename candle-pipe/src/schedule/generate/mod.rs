@@ -11,7 +11,7 @@ pub(super) use building_block::{v_half, v_min};
 pub(super) use dualpipev::dualpipev;
 pub use greedy::greedy;
 pub(super) use interleaved::{interleaved_1f1b, interleaved_zb, looped_bfs};
-pub(super) use single::{gpipe, one_f_one_b, zb_h1, zb_h2};
+pub(super) use single::{eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2};
 pub(super) use zbv::zbv;
 
 use super::Action;

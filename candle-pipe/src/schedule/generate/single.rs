@@ -13,8 +13,18 @@ pub(crate) fn gpipe(size: &Size) -> Orders {
 
 /// Forwards until the first backward can run, then one of each in turn.
 pub(crate) fn one_f_one_b(size: &Size) -> Orders {
+    in_turn(size, |rank| size.ranks - 1 - rank)
+}
+
+/// The same with twice the forwards before the first backward, so that messages are under way beside computations.
+pub(crate) fn eager_1f1b(size: &Size) -> Orders {
+    in_turn(size, |rank| 2 * (size.ranks - 1 - rank))
+}
+
+/// Forwards, then a forward and a backward in turn, then backwards.
+fn in_turn(size: &Size, warm_up: impl Fn(usize) -> usize) -> Orders {
     size.each_rank(|rank| {
-        let warm_up = (size.ranks - 1 - rank).min(size.microbatches);
+        let warm_up = warm_up(rank).min(size.microbatches);
         let mut order = PassOrder::default();
         (0..warm_up).for_each(|_| order.forward(rank));
         for _ in warm_up..size.microbatches {

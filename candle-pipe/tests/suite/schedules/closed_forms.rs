@@ -10,6 +10,7 @@ fn idle_times() {
     let cases: &[(&str, &[usize], Form)] = &[
         ("gpipe", &[1], staircase),
         ("1f1b", &[1], staircase),
+        ("eager-1f1b", &[1], staircase),
         ("looped-bfs", &[1, 2, 3], staircase),
         ("interleaved-1f1b", &[1, 2, 3], staircase),
         ("zb-h1", &[1], split),
@@ -45,6 +46,28 @@ fn idle_times_of_costs_that_differ() {
     }
 }
 
+/// Messages that arrive late cost an eager schedule their own time once in each direction, and others a part of each
+/// microbatch.
+#[test]
+fn eager_forwards_hide_messages() {
+    let idle = |name: &str, ranks: usize, latency: f64| {
+        let idle = simulated(&schedule(name, ranks, 8 * ranks, 1), [1.0; 3], latency).idle();
+        idle.into_iter().fold(0.0, f64::max)
+    };
+    for ranks in 2..=8 {
+        for latency in [0.05, 0.2, 0.5] {
+            let got = idle("eager-1f1b", ranks, latency);
+            close(
+                got,
+                (ranks as f64 - 1.0) * (3.0 + 2.0 * latency),
+                1e-9,
+                &format!("{ranks} ranks, {latency}"),
+            );
+            assert!(got < idle("1f1b", ranks, latency), "{ranks} ranks, {latency}");
+        }
+    }
+}
+
 /// The most that the worst rank holds.
 #[test]
 fn peaks() {
@@ -52,6 +75,7 @@ fn peaks() {
     let cases: &[(&str, &[usize], Form)] = &[
         ("gpipe", &[1], |_, microbatches, _| microbatches as f64),
         ("1f1b", &[1], |ranks, microbatches, _| ranks.min(microbatches) as f64),
+        ("eager-1f1b", &[1], |ranks, _, _| 2.0 * ranks as f64 - 1.0),
         ("looped-bfs", &[1, 2, 3], |_, microbatches, _| microbatches as f64),
         ("interleaved-1f1b", &[1, 2, 3], |ranks, _, turns| {
             ranks as f64 + (ranks as f64 - 1.0) / turns as f64

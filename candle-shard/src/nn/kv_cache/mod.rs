@@ -11,9 +11,9 @@ pub use texts::{TextCache, TextTokens};
 /// The keys and values of all tokens so far. Each rank holds its heads or its part of the batch. It is candle-nn's
 /// `KvCache` for [`DTensor`]s.
 ///
-/// New tokens are written behind the old ones. The first call allocates memory for `max_seq_len` tokens. When it is
-/// full, the cache grows by `max_seq_len` tokens, which copies its contents once. Nothing is communicated. Returned
-/// tensors do not change when more tokens are appended.
+/// New tokens are written behind the old ones. Memory is allocated for multiples of `max_seq_len` tokens: a
+/// full cache grows to the next multiple that has room for the new ones, which copies its contents once.
+/// Nothing is communicated. Returned tensors do not change when more tokens are appended.
 ///
 /// ```
 /// use candle_core::{DType, Device::Cpu, Tensor};
@@ -242,10 +242,13 @@ trait CacheStorage: Sized {
     fn k(&self) -> candle_core::Result<Option<Tensor>>;
 
     fn v(&self) -> candle_core::Result<Option<Tensor>>;
+
+    /// The tokens, and how many there is room for; `None` for what never grows.
+    fn filled(&self) -> Option<[usize; 2]>;
 }
 
 macro_rules! held {
-    ($($cache:ident),*) => {$(
+    ($($cache:ident: $filled:expr),*) => {$(
         impl CacheStorage for kv_cache::$cache {
             const NAME: &'static str = stringify!($cache);
 
@@ -264,10 +267,18 @@ macro_rules! held {
             fn v(&self) -> candle_core::Result<Option<Tensor>> {
                 self.v()
             }
+
+            fn filled(&self) -> Option<[usize; 2]> {
+                let filled: fn(&Self) -> Option<[usize; 2]> = $filled;
+                filled(self)
+            }
         }
     )*};
 }
-held!(KvCache, RotatingKvCache);
+held!(
+    KvCache: |held| Some([held.current_seq_len(), held.k_cache().max_seq_len()]),
+    RotatingKvCache: |_| None
+);
 
 /// Keys whose first elements are the values.
 #[derive(Debug)]
@@ -300,6 +311,10 @@ impl CacheStorage for LatentStorage {
     fn v(&self) -> candle_core::Result<Option<Tensor>> {
         self.k()?.map(|k| k.narrow(D::Minus1, 0, self.width)).transpose()
     }
+
+    fn filled(&self) -> Option<[usize; 2]> {
+        Some([self.keys.current_seq_len(), self.keys.max_seq_len()])
+    }
 }
 
 /// The local tokens of a cache, and their layout.
@@ -319,9 +334,25 @@ impl<H: CacheStorage> LocalCache<H> {
         if k.dims()[self.layout.dim] == 0 {
             return Ok((self.k()?.unwrap_or_else(|| k.clone()), self.v()?.unwrap_or_else(|| v.clone())));
         }
+        self.reserve(&to_k)?;
         let (all_k, all_v) = self.held.append(&to_k, &to_v)?;
         self.layout.specs = Some([k.spec().clone(), v.spec().clone()]);
         Ok((self.layout.spread(0, &all_k)?, self.layout.spread(1, &all_v)?))
+    }
+
+    /// Makes room for new keys. candle would grow by one step at a time, and copy everything for each.
+    fn reserve(&mut self, new: &Tensor) -> candle_core::Result<()> {
+        let (dim, step) = (self.layout.dim, self.layout.max_seq_len.max(1));
+        let Some([len, room]) = self.held.filled() else { return Ok(()) };
+        let need = len + new.dim(dim)?;
+        if need > room {
+            let mut grown = H::new(dim, need.next_multiple_of(step));
+            if let (Some(k), Some(v)) = (self.held.k()?, self.held.v()?) {
+                grown.append(&k.contiguous()?, &v.contiguous()?)?;
+            }
+            self.held = grown;
+        }
+        Ok(())
     }
 
     fn k(&self) -> Result<Option<DTensor>> {
@@ -355,7 +386,9 @@ impl<H: CacheStorage> LocalCache<H> {
         }
         if let Some((k, v)) = kept.filter(|_| tokens > 0) {
             let first = |x: Tensor| x.narrow(dim, 0, tokens)?.contiguous();
-            made.held.append(&first(k)?, &first(v)?)?;
+            let (k, v) = (first(k)?, first(v)?);
+            made.reserve(&k)?;
+            made.held.append(&k, &v)?;
             made.layout.specs = self.layout.specs.clone();
         }
         Ok(made)

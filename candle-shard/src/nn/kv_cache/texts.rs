@@ -22,7 +22,7 @@ const HEADS: usize = 1;
 pub enum TextCache<'a> {
     /// Those of all tokens.
     All(&'a mut KvCache),
-    /// Those of the last tokens, as many as the window of the attention.
+    /// Those of the last tokens, as many as the window or the chunk of the attention.
     Window(&'a mut RotatingKvCache),
     /// Those of all tokens, where the first elements of a key are the value.
     Latent(&'a mut LatentCache),
@@ -48,8 +48,8 @@ impl Attention {
     /// they are read.
     ///
     /// # Errors
-    /// If the attention is not causal or has other options than a scale, a cap and a window; if a window is not that of a
-    /// rotating cache; if shapes, dtypes or layouts do not agree, among each other or with those in a cache; if a tensor has
+    /// If the attention is not causal or has other options than a scale, a cap, a window and a chunk; if these are not as long as
+    /// a rotating cache; if shapes, dtypes or layouts do not agree, among each other or with those in a cache; if a tensor has
     /// a gradient, which would be lost. The error is the same on all ranks, and no cache has changed.
     ///
     /// ```
@@ -150,12 +150,12 @@ impl Attention {
         if !causal || documents.is_some() || order.is_some() || key_order.is_some() || way.is_some() {
             return Error::op(
                 OP,
-                "attention over caches is causal and takes a scale, a cap, a window and log sums alone",
+                "attention over caches is causal and takes a scale, a cap, a window, a chunk and log sums alone",
             );
         }
         self.check(batch, tokens, tokens)?;
         for text in texts {
-            text.cache.check([key, value], self.window)?;
+            text.cache.check([key, value], self.window.or(self.chunk))?;
         }
         Ok(sizes)
     }
@@ -180,12 +180,22 @@ impl Attention {
         for TextTokens { tokens, cache } in texts {
             let new = [k, v].map(|x| x.narrow(TOKENS, start, *tokens));
             let [new_k, new_v] = new;
-            let [keys, values] = cache.append([&new_k?, &new_v?], specs)?;
-            let len = keys.dim(TOKENS)?;
+            let past = cache.len();
+            let [mut keys, mut values] = cache.append([&new_k?, &new_v?], specs)?;
+            let mut len = keys.dim(TOKENS)?;
+            // How many of the last of so many tokens the one at a position sees.
+            let seen = |position: usize, there: usize| match (self.window, self.chunk) {
+                (Some(window), _) => window.min(there),
+                (_, Some(chunk)) => (position % chunk + 1).min(there),
+                _ => there,
+            };
+            if *tokens == 1 && seen(past, len) < len {
+                let first = cache.first_of_last(seen(past, len), len);
+                len = seen(past, len);
+                (keys, values) = (keys.narrow(TOKENS, first, len)?, values.narrow(TOKENS, first, len)?);
+            }
             if *tokens == 1 && q.dim(0)? == 1 {
-                let seen = self.window.map_or(len, |window| window.min(len));
-                let last = |x: Tensor| if seen == len { Ok(x) } else { x.narrow(TOKENS, len - seen, seen) };
-                let mut kept = [last(keys)?, last(values)?];
+                let mut kept = [keys, values];
                 if !kernels::is_computed(kept[0].dtype()) {
                     kept = [kept[0].to_dtype(q.dtype())?, kept[1].to_dtype(q.dtype())?];
                 }
@@ -201,7 +211,7 @@ impl Attention {
                 let inputs = [rows_first(&query)?, rows_first(&keys)?, rows_first(&values)?];
                 let range = |query: usize| {
                     let end = len - *tokens + query + 1;
-                    end - self.window.map_or(end, |window| window.min(end))..end
+                    end - seen(past + query, end)..end
                 };
                 let visible = Visible::new(vec![(0..*tokens).map(range).collect()]);
                 let blocks = vec![KeyBlock { rows: 0..len, visible }];
@@ -281,6 +291,24 @@ impl TextCache<'_> {
         layout.check(new)
     }
 
+    /// The tokens of the text so far.
+    fn len(&self) -> usize {
+        match self {
+            Self::All(cache) => cache.current_seq_len(),
+            Self::Window(cache) => cache.current_seq_len(),
+            Self::Latent(cache) => cache.current_seq_len(),
+        }
+    }
+
+    /// The first place of the last `seen` of `len` kept tokens. Those of a window are all that a rotating cache keeps, and those of a
+    /// chunk lie one behind another in it.
+    fn first_of_last(&self, seen: usize, len: usize) -> usize {
+        match self {
+            Self::Window(cache) if cache.offset() >= seen => cache.offset() - seen,
+            _ => len - seen,
+        }
+    }
+
     /// Appends local tokens, and returns what the new ones see, in the dtype of the cache; in the order of the text if
     /// there are several new ones.
     fn append(&mut self, new: [&Tensor; 2], specs: [&Spec; 2]) -> Result<[Tensor; 2]> {
@@ -289,16 +317,28 @@ impl TextCache<'_> {
             Self::Latent(cache) => append(&mut cache.0, new, specs, |held, [k, v]| held.append(&k, &v)),
             Self::Window(cache) => {
                 let room = cache.max_seq_len();
-                append(&mut cache.0, new, specs, |held, [k, v]| match (held.k()?, held.v()?) {
-                    // The last of several tokens may overwrite what the first of them sees.
-                    (Some(old_k), Some(old_v)) if k.dim(TOKENS)? > 1 => {
-                        let oldest = if held.current_seq_len() < room { 0 } else { held.offset() };
-                        let seen = (joined(&old_k, oldest, &k)?, joined(&old_v, oldest, &v)?);
-                        held.append(&k, &v)?;
-                        Ok(seen)
+                append(&mut cache.0, new, specs, |held, [k, v]| {
+                    let tokens = k.dim(TOKENS)?;
+                    // One token sees all that is kept, in any order, or what is before it.
+                    if tokens == 1 {
+                        return held.append(&k, &v);
                     }
-                    // One token sees all that is kept, in any order.
-                    _ => held.append(&k, &v),
+                    // The last of several tokens may overwrite what the first of them sees.
+                    let seen = match (held.k()?, held.v()?) {
+                        (Some(old_k), Some(old_v)) => {
+                            let oldest = if held.current_seq_len() < room { 0 } else { held.offset() };
+                            (joined(&old_k, oldest, &k)?, joined(&old_v, oldest, &v)?)
+                        }
+                        _ => (k.clone(), v.clone()),
+                    };
+                    // Each token is put at the remainder of its position, so that a chunk begins at the first place.
+                    let mut start = 0;
+                    while start < tokens {
+                        let count = (room - held.offset()).min(tokens - start);
+                        held.append(&k.narrow(TOKENS, start, count)?, &v.narrow(TOKENS, start, count)?)?;
+                        start += count;
+                    }
+                    Ok(seen)
                 })
             }
         }
@@ -312,6 +352,7 @@ fn append<H: CacheStorage>(
     put: impl FnOnce(&mut H, [Tensor; 2]) -> candle_core::Result<(Tensor, Tensor)>,
 ) -> Result<[Tensor; 2]> {
     let kept = [cache.layout.kept(new[0])?, cache.layout.kept(new[1])?];
+    cache.reserve(&kept[0])?;
     let (k, v) = put(&mut cache.held, kept)?;
     if cache.layout.specs.is_none() {
         cache.layout.specs = Some(specs.map(Spec::clone));

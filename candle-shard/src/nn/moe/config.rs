@@ -74,6 +74,8 @@ pub struct MoEConfig {
     pub normalize_epsilon: f64,
     /// A factor of all experts' weights.
     pub scale: f64,
+    /// Whether the weights of choices multiply what experts get, as in Llama 4, and not what they make.
+    pub weigh_inputs: bool,
     /// Groups of experts that are chosen first.
     pub groups: Option<ExpertGroups>,
     /// Whether a bias, which [`MoE::update_bias`](crate::nn::MoE::update_bias) moves, balances the choice. It does not
@@ -122,6 +124,7 @@ impl MoEConfig {
             normalize: false,
             normalize_epsilon: 1e-20,
             scale: 1.0,
+            weigh_inputs: false,
             groups: None,
             bias: false,
             logit_bias: false,
@@ -157,6 +160,11 @@ impl MoEConfig {
     /// Sets the factor of all experts' weights.
     pub fn scale(self, scale: f64) -> Self {
         Self { scale, ..self }
+    }
+
+    /// Sets whether the weights of choices multiply what experts get.
+    pub fn weigh_inputs(self, weigh_inputs: bool) -> Self {
+        Self { weigh_inputs, ..self }
     }
 
     /// Sets the groups of experts that are chosen first.

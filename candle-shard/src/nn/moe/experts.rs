@@ -26,6 +26,8 @@ pub(super) struct ExpertWeights {
     /// The adapters beside gate, up and down.
     adapters: [Vec<ExpertAdapter>; 3],
     gate: ExpertGate,
+    /// Whether the weights of choices multiply the rows that come in.
+    weigh_inputs: bool,
     /// Whether this rank adds the biases of the results, which are sums over the tensor axis.
     is_first: bool,
 }
@@ -92,7 +94,8 @@ impl ExpertWeights {
         }
         let is_first = axes.tensor.is_none_or(|axis| vb.mesh().coordinate()[axis] == 0);
         let has_biases = config.expert_bias;
-        Ok(Self { quantized, tensors, has_biases, adapters, gate: config.expert_gate, is_first })
+        let MoEConfig { expert_gate: gate, weigh_inputs, .. } = *config;
+        Ok(Self { quantized, tensors, has_biases, adapters, gate, weigh_inputs, is_first })
     }
 
     /// Returns the weights that are tensors.
@@ -197,6 +200,15 @@ fn sum(made: &Tensor, bias: &Tensor) -> Result<Tensor> {
     Ok(kernels::add(made, bias)?)
 }
 
+/// Rows times their weights `[n, 1]`, in the dtype of the rows. Of tensors without elements candle forgets one.
+fn weighted(x: &Tensor, weights: &Tensor) -> Result<Tensor> {
+    if x.elem_count() == 0 {
+        return Ok(empty::zeros_of(&[x, weights], x.shape(), x.dtype())?);
+    }
+    let made = kernels::convert(x, weights.dtype())?.broadcast_mul(weights)?;
+    Ok(kernels::convert(&made, x.dtype())?)
+}
+
 /// Returns for each row the weighted sum of its experts' results, `[n, width]`, in the dtype of the weights of choices.
 ///
 /// Rows are sorted by expert, so that each product reads one expert's weights once. `laid` are the tensors of the experts.
@@ -209,12 +221,19 @@ pub(super) fn compute(arrived: &ExpertRows, experts: &ExpertWeights, laid: &[DTe
     let counts: Vec<usize> = by_expert.iter().map(Vec::len).collect();
     let slots = by_expert.concat();
     let rows: Vec<u32> = slots.iter().map(|slot| slot / top_k as u32).collect();
-    let x = kernels::embedding(&arrived.rows, &rows[..], None)?;
+    let mut x = kernels::embedding(&arrived.rows, &rows[..], None)?;
+    let all_weights = arrived.weights.reshape((n * top_k, 1))?;
+    if experts.weigh_inputs {
+        x = weighted(&x, &kernels::embedding(&all_weights, &slots[..], None)?)?;
+    }
     let made = experts.results(laid, &x, &counts, arrived.weights.dtype())?;
     let mut of_row: Vec<Vec<u32>> = vec![Vec::new(); n];
     (0u32..).zip(&rows).for_each(|(place, &row)| of_row[row as usize].push(place));
+    let bags = bags(&of_row)?;
+    if experts.weigh_inputs {
+        return Ok(kernels::embedding_bag(&made, &bags, BagMode::Sum, None)?);
+    }
     let in_bags: Vec<u32> = of_row.iter().flatten().map(|&place| slots[place as usize]).collect();
-    let weights =
-        kernels::embedding(&arrived.weights.reshape((n * top_k, 1))?, in_bags, None)?.flatten_all()?;
-    Ok(kernels::embedding_bag(&made, &bags(&of_row)?, BagMode::Sum, Some(&weights))?)
+    let weights = kernels::embedding(&all_weights, in_bags, None)?.flatten_all()?;
+    Ok(kernels::embedding_bag(&made, &bags, BagMode::Sum, Some(&weights))?)
 }

@@ -79,9 +79,15 @@ impl Mask {
             start = (own + 1).saturating_sub(self.queries.saturating_add(window));
             end = end.min(below(window.min(self.keys + self.queries)));
         }
+        let mut first = 0;
         if let Some(documents) = &self.options.documents {
             let document = documents.of(element, position);
-            (start, end) = (start.max(document.start), end.min(document.end));
+            (start, end, first) = (start.max(document.start), end.min(document.end), document.start);
+        }
+        if let Some(chunk) = self.options.chunk {
+            let own = own.saturating_sub(self.queries).saturating_sub(first);
+            let begin = first + own / chunk * chunk;
+            (start, end) = (start.max(begin), end.min(begin.saturating_add(chunk)));
         }
         start..end.max(start)
     }

@@ -46,6 +46,9 @@ pub struct Attention {
     /// The number of keys that a query sees before and with its own position, and after it if not `causal`: all with a
     /// distance below this number. All keys by default.
     pub window: Option<usize>,
+    /// The number of positions of a chunk, as in Llama 4. A query sees only keys of its own chunk; chunks begin at the first
+    /// position of the sequence, or of a document. None by default, and none beside a window.
+    pub chunk: Option<usize>,
     /// The documents of packed sequences. A query sees only keys of its document. The query has as many rows as the
     /// key.
     pub documents: Option<Documents>,
@@ -168,6 +171,11 @@ impl Attention {
         Self { window: window.into(), ..self }
     }
 
+    /// Sets the number of positions of a chunk.
+    pub fn chunk(self, chunk: impl Into<Option<usize>>) -> Self {
+        Self { chunk: chunk.into(), ..self }
+    }
+
     /// Sets the documents of packed sequences.
     pub fn documents(self, documents: impl Into<Option<Documents>>) -> Self {
         Self { documents: documents.into(), ..self }
@@ -240,6 +248,12 @@ impl Attention {
                 OP,
                 "a window of 0 keys; expected 1 at least, which is the query's own position",
             );
+        }
+        if self.chunk == Some(0) {
+            return Error::op(OP, "a chunk of 0 positions; expected 1 at least, which is the query's own");
+        }
+        if let (Some(window), Some(chunk)) = (self.window, self.chunk) {
+            return Error::op(OP, format!("a window of {window} and a chunk of {chunk}; give one of them"));
         }
         if self.scale.is_some_and(|scale| !scale.is_finite()) {
             return Error::op(OP, format!("scale {:?}; expected a finite number", self.scale));

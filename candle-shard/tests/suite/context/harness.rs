@@ -12,6 +12,8 @@ pub(crate) type Heads = [usize; 5];
 pub(crate) struct Pairs {
     pub(crate) causal: bool,
     pub(crate) window: Option<usize>,
+    /// The positions of a chunk, from the first position of a document on.
+    pub(crate) chunk: Option<usize>,
     /// The document of each row of each sequence; `None` belongs to no document.
     pub(crate) documents: Vec<Vec<Option<usize>>>,
     /// The cap of the scores.
@@ -26,7 +28,14 @@ impl Pairs {
         let causal = !self.causal || j <= at;
         let window = self.window.is_none_or(|window| (at - j).abs() < window as i64);
         let documents = self.documents.get(element % self.documents.len().max(1));
-        causal && window && documents.is_none_or(|of| of[i].is_some() && of[i] == of[j as usize])
+        let chunk = self.chunk.is_none_or(|chunk| {
+            let of = |at: usize| {
+                let first = documents.and_then(|rows| rows.iter().position(|other| *other == rows[at]));
+                (at - first.unwrap_or(0)) / chunk
+            };
+            at >= 0 && of(at as usize) == of(j as usize)
+        });
+        causal && window && chunk && documents.is_none_or(|of| of[i].is_some() && of[i] == of[j as usize])
     }
 }
 

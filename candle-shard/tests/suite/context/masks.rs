@@ -34,6 +34,7 @@ fn each_mask_equals_one_device() {
                         let pairs = Pairs {
                             causal,
                             window: window.map(|window| window.min(1000)),
+                            chunk: None,
                             documents,
                             cap: None,
                             sinks: causal,
@@ -65,6 +66,43 @@ fn each_mask_equals_one_device() {
                     }
                 }
             }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn chunks_equal_one_device_in_every_way() {
+    for world in 1..=4 {
+        on_ranks(world, "chunks", move |ctx| -> Result<()> {
+            let (mesh, ways) = (ctx.mesh(&[("cp", world)])?, ways(ctx));
+            let len = 13;
+            let lists = [vec![], vec![vec![0, 7, 12, 12, 13]], vec![vec![0, 13], vec![0, 2, 9]]];
+            for (causal, chunk, list) in
+                [(true, 1), (true, 4), (false, 5), (true, 100)].into_iter().flat_map(|(causal, chunk)| {
+                    lists.iter().map(move |list: &Vec<Vec<usize>>| (causal, chunk, list))
+                })
+            {
+                let documents = list.iter().map(|ends| of_rows(ends, len)).collect();
+                let pairs = Pairs { causal, chunk: Some(chunk), documents, ..Pairs::default() };
+                let truth = truth([2, 4, 2, 4, 4], (len, len), (&pairs, 0.6), DType::F64)?;
+                for (&way, order) in
+                    ways.iter().cartesian_product([None, Some(TokenOrder::zigzag(len, world))])
+                {
+                    let documents = (!list.is_empty()).then(|| Documents::of_each(list.clone()));
+                    let options = Attention::default().scale(0.6).causal(causal).chunk(chunk);
+                    let options = options.documents(documents).order(order).way(way);
+                    let sizes = options.order.as_ref().map(|order| order.sizes().to_vec());
+                    let error = errors(&truth, &options, &mesh, [sizes.as_deref(); 2])?;
+                    assert!(error < allowed(DType::F64), "{options:?}: {error:e}");
+                }
+            }
+            // The last query is at the position of the last key.
+            let pairs = Pairs { causal: true, chunk: Some(4), ..Pairs::default() };
+            let truth = truth([2, 4, 2, 4, 4], (5, 10), (&pairs, 0.6), DType::F64)?;
+            let options = Attention::default().scale(0.6).causal(true).chunk(4);
+            let error = errors(&truth, &options, &mesh, [None; 2])?;
+            assert!(error < allowed(DType::F64), "{options:?} of 5 queries: {error:e}");
             Ok(())
         });
     }
@@ -152,6 +190,8 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
             (documents(vec![]), &x, &x, "0 lists of documents for a batch of 2"),
             (documents(vec![vec![0, 5]]), &x, &other, "7 queries and 5 keys"),
             (Attention::default().window(0), &x, &x, "a window of 0 keys"),
+            (Attention::default().chunk(0), &x, &x, "a chunk of 0 positions"),
+            (Attention::default().window(3).chunk(4), &x, &x, "a window of 3 and a chunk of 4"),
             (Attention::default().scale(f64::NAN), &x, &x, "a finite number"),
             (Attention::default().cap(0.0), &x, &x, "a cap of 0"),
             (order(6), &x, &x, "an order of 6 tokens"),
@@ -176,5 +216,5 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
         Ok(errors)
     });
     assert!(errors.iter().all(|of_rank| *of_rank == errors[0]));
-    assert!(errors[0][15].contains("position 1 of 3 is missing") && errors[0][16].contains("add up to 2"));
+    assert!(errors[0][17].contains("position 1 of 3 is missing") && errors[0][18].contains("add up to 2"));
 }

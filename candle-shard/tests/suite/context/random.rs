@@ -78,6 +78,7 @@ proptest! {
         let pairs = Pairs {
             causal,
             window,
+            chunk: None,
             documents: lists.iter().map(|ends| of_rows(ends, len)).collect(),
             cap,
             sinks,

@@ -148,6 +148,18 @@ pub(super) fn cases() -> Vec<Case> {
             &[Cut::Whole],
         ),
         case(
+            "dynamic tanh",
+            &[3, 5, 6],
+            |vb| boxed(nn::DynamicTanh::new(6, 0.5, vb)?),
+            |vb| {
+                let (alpha, weight, bias) = (vb.get(1, "alpha")?, vb.get(6, "weight")?, vb.get(6, "bias")?);
+                Ok(Box::new(move |x| {
+                    x.broadcast_mul(&alpha)?.tanh()?.broadcast_mul(&weight)?.broadcast_add(&bias)
+                }))
+            },
+            BY_ROWS,
+        ),
+        case(
             "prelu of channels",
             &[3, 6, 2],
             |vb| boxed(nn::prelu(Some(6), vb)?),

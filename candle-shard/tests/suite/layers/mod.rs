@@ -12,7 +12,7 @@ use candle_nn::{
     ModuleT as _, VarBuilder, VarMap,
 };
 use candle_shard::nn::{self, MeshVarBuilder, Module, ModuleT, Parameters, RNN};
-use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, Style};
+use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, SequenceParallel, Style};
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use cases::*;
 use std::collections::{BTreeMap, HashMap};
@@ -36,10 +36,12 @@ enum Cut {
     Whole,
     Colwise,
     Rowwise,
+    Sequence,
 }
 
 const ALL: &[Cut] = &[Cut::Whole, Cut::Colwise, Cut::Rowwise];
 const BY_CHANNELS: &[Cut] = &[Cut::Whole, Cut::Colwise];
+const BY_ROWS: &[Cut] = &[Cut::Whole, Cut::Sequence];
 
 impl Cut {
     fn plan(self) -> Plan {
@@ -47,6 +49,7 @@ impl Cut {
             Self::Whole => return Plan::new("a"),
             Self::Colwise => ColwiseParallel::default().into(),
             Self::Rowwise => RowwiseParallel::default().into(),
+            Self::Sequence => SequenceParallel::default().into(),
         };
         Plan::new("a").with("layer", style)
     }
@@ -344,6 +347,10 @@ fn layers_refuse_what_no_rank_could_run() {
             nn::lstm(4, 3, LSTMConfig::default(), &vb(Cut::Rowwise)?).map(|l| format!("{l:?}")),
             "ColwiseParallel",
         );
+        refused(
+            nn::DynamicTanh::new(4, 0.5, &vb(Cut::Colwise)?).map(|l| format!("{l:?}")),
+            "SequenceParallel",
+        );
         refused(nn::prelu(None, &vb(Cut::Colwise)?).map(|l| format!("{l:?}")), "one weight");
         refused(nn::group_norm(3, 4, 1e-3, &vb(Cut::Whole)?).map(|l| format!("{l:?}")), "do not divide");
         refused(nn::batch_norm(4, -1.0, &vb(Cut::Whole)?).map(|l| format!("{l:?}")), "expected at least 0");
@@ -352,6 +359,9 @@ fn layers_refuse_what_no_rank_could_run() {
         let layer = nn::Conv2d::new(weight.clone(), None, config);
         let x = DTensor::ones((1, 2, 4, 4), DType::F64, &device(), &mesh, &[Replicate])?;
         refused(layer.forward(&x).map(|y| y.to_string()), "unsupported");
+        let norm = nn::DynamicTanh::new(4, 0.5, &vb(Cut::Whole)?)?;
+        let column = DTensor::ones((3, 1), DType::F64, &device(), &mesh, &[Shard(0)])?;
+        refused(norm.forward(&column).map(|y| y.to_string()), "f64[3@a, 1]: expected a last dim of 4");
         assert_eq!(nn::Conv2d::new(weight, None, IMAGE).forward(&x)?.dims(), [1, 3, 4, 4]);
         Ok(())
     });

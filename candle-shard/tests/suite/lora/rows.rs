@@ -163,6 +163,48 @@ fn rows_have_adapters_of_their_own_and_send_as_often_as_with_one() {
 }
 
 #[test]
+fn rows_of_the_model_have_the_bits_that_they_have_alone() {
+    for (ranks, dtype) in [(1, DType::BF16), (2, DType::BF16), (3, DType::F16)] {
+        on_ranks(ranks, "rows of 16 bits", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("tp", ranks)])?;
+            let plan = Plan::new("tp")
+                .with("up", ColwiseParallel::default())
+                .with("block", ColwiseParallel::default());
+            let vb = MeshVarBuilder::fresh(5, &mesh, plan, dtype, &Device::Cpu)?;
+            let of = LoraOptions::new(3).alpha(5.0);
+            let adapter = |name| Adapter::new(name).with("*", of.clone()).with("block.*", of.clone());
+            let vb = vb.with_adapters(["a", "b"].map(adapter))?.frozen();
+            let up = Linear::new(WIDTH, 7, true, &vb.pp("up"))?;
+            let heads = Heads { query: 6, key_value: 3, dim: 2 };
+            let qkv = FusedQkv::with_names(WIDTH, heads, 1, true, ["q", "k", "v"], &vb.pp("block"))?;
+            fill(&vb.finish()?)?;
+            let x = everywhere(&value("x", &[1, 6, WIDTH]).to_dtype(dtype)?, &vb)?;
+            let rows = [
+                (2, RowAdapters::Model),
+                (1, RowAdapters::One(0)),
+                (2, RowAdapters::Model),
+                (1, RowAdapters::One(1)),
+            ];
+            let passes: [(&str, usize, Forward); 2] = [
+                ("linear", 1, Box::new(move |x| up.forward(x))),
+                ("q, k and v", 2, Box::new(move |x| DTensor::cat(&qkv.forward(x)?, 1))),
+            ];
+            for (name, dim, forward) in passes {
+                let made = ActiveAdapters::of_rows(rows).run(|| forward(&x))?.full_tensor()?;
+                let alone = ActiveAdapters::none().run(|| forward(&x))?.full_tensor()?;
+                for (row, is_alone) in [true, true, false, true, true, false].into_iter().enumerate() {
+                    let of_row = |all: &Tensor| {
+                        all.narrow(dim, row, 1)?.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()
+                    };
+                    assert_eq!(of_row(&made)? == of_row(&alone)?, is_alone, "{name}, row {row} on {ranks}");
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
 fn rows_that_are_not_those_of_the_input_are_refused() {
     on_ranks(2, "lora rows refused", |ctx| -> Result<()> {
         let all = layers(ctx, &Case::new(LoraOptions::new(2)), false)?;

@@ -49,6 +49,9 @@ fn every_router_equals_one_device() {
         softmax.clone().scores(Scores::Sigmoid).normalize(true).normalize_epsilon(0.5).scale(1.8),
         softmax.clone().shared_hidden(4).shared_gate(true),
         softmax.clone().normalize(true).logit_bias(true).expert_bias(true).expert_gate(CLAMPED),
+        softmax.clone().scores(Scores::Sigmoid).weigh_inputs(true).shared_hidden(4),
+        softmax.clone().weigh_inputs(true).normalize(true).logit_bias(true).expert_bias(true),
+        softmax.clone().weigh_inputs(true).capacity_factor(0.7).balance_weight(0.2),
         softmax.clone().capacity_factor(0.7),
         softmax.capacity_factor(0.5).normalize(true).balance_weight(0.1),
     ];

@@ -9,7 +9,7 @@ type Exchanging =
     (&'static str, fn(&DTensor) -> Result<DTensor>, &'static [(Op, usize)], &'static [(Op, usize)]);
 
 /// The calls of an op forward, and with its gradient backward.
-const OPS: [Exchanging; 14] = [
+const OPS: [Exchanging; 15] = [
     ("softmax", |x| x.softmax(1), &[(Op::AllReduce, 2)], &[(Op::AllReduce, 1)]),
     ("softmax_last_dim", |x| x.softmax_last_dim(), &[(Op::AllReduce, 2)], &[(Op::AllReduce, 1)]),
     ("log_softmax", |x| x.log_softmax(1), &[(Op::AllReduce, 2)], &[(Op::AllReduce, 1)]),
@@ -23,6 +23,7 @@ const OPS: [Exchanging; 14] = [
     ("var", |x| x.var(1), &[(Op::AllReduce, 1)], &[]),
     ("mean", |x| x.mean(1), &[], &[]),
     ("cumsum", |x| x.cumsum(1), &[(Op::ReduceScatter, 1)], &[(Op::AllGather, 1)]),
+    ("logcumsumexp", |x| x.logcumsumexp(1), &[(Op::AllGather, 1)], &[(Op::ReduceScatter, 1)]),
     // Candidates are cut by rows, of which there are enough.
     ("topk", |x| Ok(x.topk(2)?.0), &[(Op::AllToAll, 2)], &[(Op::AllToAll, 1)]),
     ("floor", |x| x.floor(), &[], &[]),

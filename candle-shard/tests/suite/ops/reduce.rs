@@ -1,10 +1,10 @@
 use crate::common::*;
 use crate::ops::sweep::{Case, Input, Kind::Float, Kind::Whole, sweep};
 use crate::plain;
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_shard::{DTensor, Result, Shard, Spec};
 use itertools::Itertools;
-use test_utils::on_ranks;
+use test_utils::{OpCheck, on_ranks};
 
 #[test]
 fn sums_and_means() {
@@ -94,7 +94,42 @@ fn running_sums() {
         }
     }
     cases.push(Case::new("cumsum of none", &[(&[0, 3], Float)], |x| x[0].cumsum(1), |x| Ok(x[0].clone())));
+    let none: [Input; 1] = [(&[0, 3], Float)];
+    cases.push(Case::new("logcumsumexp of none", &none, |x| x[0].logcumsumexp(1), |x| Ok(x[0].clone())));
     sweep("cumsum", cases);
+}
+
+#[test]
+fn running_log_sums() {
+    OpCheck::new("logcumsumexp")
+        .tensor("x", &[&[4, 6], &[5, 3], &[1, 7]], Float)
+        .plain("dim", &[0usize, 1])
+        .sweep(
+            |a| a["x"].logcumsumexp(*a.get_value::<usize>("dim")),
+            |a| plain::logcumsumexp(&a["x"], *a.get_value("dim")),
+        );
+}
+
+/// Shards of -∞ add nothing, and what comes behind them is finite.
+#[test]
+fn running_log_sums_begin_with_nothing() {
+    let none = f64::NEG_INFINITY;
+    on_ranks(3, "nothing", move |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[3])?;
+        let row = Tensor::new(&[none, none, 1.0, none, -2.0, 0.5], &Device::Cpu)?;
+        let (x, var) = distribute(&row, &mesh, &[Shard(0)])?.to_var()?;
+        let y = x.logcumsumexp(0)?;
+        let whole = y.full_tensor()?.to_vec1::<f64>()?;
+        assert_eq!(whole[..4], [none, none, 1.0, 1.0]);
+        let sum = [1.0, -2.0, 0.5].map(f64::exp).iter().sum::<f64>();
+        assert!((whole[5] - sum.ln()).abs() < 1e-12, "{whole:?}");
+        let grads = y.narrow(0, 5, 1)?.sum_all()?.backward()?;
+        let got = DTensor::from_local_with_spec(grads.get(&var).unwrap().clone(), x.spec().clone())?;
+        let got = got.full_tensor()?.to_vec1::<f64>()?;
+        let want = [none, none, 1.0, none, -2.0, 0.5].map(|x: f64| x.exp() / sum);
+        assert!(got.iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-12), "{got:?} for {want:?}");
+        Ok(())
+    });
 }
 
 /// The product over a dim, element by element.

@@ -27,7 +27,7 @@ type Op = (
     fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
 );
 
-const OPS: [Op; 11] = [
+const OPS: [Op; 12] = [
     ("mul", |a, b| a.mul(b), |a, b| a * b),
     ("aᵀ b", |a, b| a.t()?.matmul(b), |a, b| a.t()?.matmul(b)),
     ("linear", |a, b| a.linear(b, None), |a, b| a.matmul(&b.t()?)),
@@ -35,6 +35,7 @@ const OPS: [Op; 11] = [
     ("max", |a, b| a.max(0)?.mul(b.min(0)?), |a, b| a.max(0)? * b.min(0)?),
     ("softmax", |a, b| a.softmax(0)?.mul(b), |a, b| candle_nn::ops::softmax(a, 0)? * b),
     ("cumsum", |a, b| a.cumsum(0)?.mul(b), |a, b| a.cumsum(0)? * b),
+    ("logcumsumexp", |a, b| a.logcumsumexp(0)?.mul(b), |a, b| crate::plain::logcumsumexp(a, 0)? * b),
     ("var", |a, b| a.var_keepdim(0)?.mul(b), |a, b| a.var_keepdim(0)?.broadcast_mul(b)),
     (
         "argmax",

@@ -81,6 +81,27 @@ fn thoughts_have_all_names_that_templates_read_them_by() {
 }
 
 #[test]
+fn thoughts_beside_a_text_and_calls_are_no_error_of_templates_that_refuse_all_three() {
+    let source = "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}[{{ m.content or m.thinking }}]{{ m.tool_calls[0].function.name }}{% else %}{{ m.thinking }}{% endif %}{% endfor %}";
+    let template = ChatTemplate::new(source, "a file", BTreeMap::new()).unwrap();
+    let calls = r#"[{"type": "function", "function": {"name": "look", "arguments": {}}}]"#;
+    let message = |text: &str, calls: &str| {
+        ChatMessage::new("assistant", text)
+            .with_field("reasoning_content", "\"a\"")
+            .with_field("tool_calls", calls)
+    };
+    let now = date(2026, 3, 7).at(9, 5, 0, 0);
+    for (message, want) in [
+        (message("Hi", calls), "[Hi]look"),
+        (message("", calls), "[a]look"),
+        (message("Hi", "[]"), "a"),
+        (message("Hi", "null"), "a"),
+    ] {
+        assert_eq!(template.render(std::slice::from_ref(&message), now).unwrap(), want, "{message:?}");
+    }
+}
+
+#[test]
 fn the_command_line_sets_variables_and_tools_of_the_template() {
     let template =
         "{% for tool in tools or [] %}{{ tool.name }};{% endfor %}{{ mood }}|{{ messages[0].content }}";

@@ -146,6 +146,23 @@ fn fields_that_change_nothing_are_notes_and_all_others_are_named_at_once() {
     assert!(said.contains("--ignore-field hidden_size, nothing"), "{said}");
 }
 
+/// MLX has the codes of weights under a name of its own, beside that of all others or alone.
+#[test]
+fn codes_of_mlx_have_two_names() {
+    let facts = facts();
+    let [_, base] = &facts.models[0].configs;
+    let codes = json!({"bits": 4, "group_size": 64});
+    let parsed = |changes: Value| Config::parse(&with(base, &changes)).unwrap();
+    let want = parsed(json!({"quantization_config": codes}));
+    assert_eq!(want.quantization.as_ref(), Some(&codes));
+    assert_eq!(parsed(json!({"quantization": codes})), want);
+    assert_eq!(parsed(json!({"quantization": codes, "quantization_config": codes})), want);
+    let unlike = json!({"quantization": codes, "quantization_config": {"bits": 8, "group_size": 64}});
+    assert!(refused(&with(base, &unlike)).contains("quantization ("));
+    let mode = json!({"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}});
+    assert!(refused(&with(base, &mode)).contains("mode \"mxfp4\""));
+}
+
 /// The base that transformers has for a family counts where a file has none, as that of Llama 2 does not.
 #[test]
 fn without_a_rope_base_it_is_that_of_the_family() {
@@ -589,6 +606,14 @@ fn what_newer_families_do_not_compute_is_refused_by_name() {
         ("minimax m2", json!({"layernorm_mlp_beta": 3.5}), "layernorm_mlp_beta is 3.5"),
         ("qwen3 moe", json!({"qkv_bias": true}), "qkv_bias is true"),
         ("qwen3.5", json!({"output_gate_type": "sigmoid"}), "output_gate_type is \"sigmoid\""),
+        ("llama4", json!({"layer_types": ["sliding_attention"; 4]}), "layer_types is [\"sliding_attention\""),
+        ("hunyuan moe", json!({"moe_topk": [1, 2]}), "moe_topk is [1,2]"),
+        ("hunyuan moe", json!({"moe_intermediate_size": [8, 8]}), "moe_intermediate_size is 8"),
+        ("llama4", json!({"attention_chunk_size": null}), "attention_chunk_size is null"),
+        ("llama4", json!({"moe_layers": [4]}), "moe_layers is [4]"),
+        ("llama4", json!({"no_rope_layers": [1, 0]}), "no_rope_layers is [1,0]"),
+        ("llama4", json!({"moe_intermediate_size": 8}), "moe_intermediate_size is a field of other families"),
+        ("llama4", json!({"hidden_act": "gelu"}), "hidden_act is \"gelu\""),
         ("gemma4", json!({"num_kv_shared_layers": 2}), "num_kv_shared_layers is 2"),
         ("gemma4", json!({"hidden_size_per_layer_input": 8}), "hidden_size_per_layer_input is 8"),
         ("gemma4", json!({"use_bidirectional_attention": "all"}), "use_bidirectional_attention is \"all\""),

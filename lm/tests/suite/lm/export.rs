@@ -91,6 +91,8 @@ fn exported_files_compute_what_their_folders_compute() {
         "granite moe",
         "granite moe with a shared network",
         "starcoder2",
+        "llama4 of llama.cpp",
+        "hunyuan moe",
     ];
     let mut done = Vec::new();
     for mut model in models {

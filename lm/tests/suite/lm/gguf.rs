@@ -7,6 +7,7 @@ use std::path::Path;
 use candle_core::quantized::gguf_file::{self, Value as Stored};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
+use candle_lm::config::experts::StackLayout;
 use candle_lm::config::mixers::MixerKind;
 use candle_lm::config::parts::LatentWidths;
 use candle_lm::config::{Config, ExpertStack, RopeScaling};
@@ -20,7 +21,7 @@ use crate::lm::families::{Families, Family, families, greedy, logits, stored};
 use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
-const MODULES: [(&str, &str); 58] = [
+const MODULES: [(&str, &str); 61] = [
     ("token_embd", "model.embed_tokens"),
     ("output_norm", "model.norm"),
     ("output", "lm_head"),
@@ -54,6 +55,9 @@ const MODULES: [(&str, &str); 58] = [
     ("ffn_gate_shexp", "mlp.shared_expert.gate_proj"),
     ("ffn_up_shexp", "mlp.shared_expert.up_proj"),
     ("ffn_down_shexp", "mlp.shared_expert.down_proj"),
+    ("ffn_gate_shexp", "mlp.shared_mlp.gate_proj"),
+    ("ffn_up_shexp", "mlp.shared_mlp.up_proj"),
+    ("ffn_down_shexp", "mlp.shared_mlp.down_proj"),
     ("ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
     ("ffn_gate_exps", "mlp.experts.gate_proj"),
     ("ffn_up_exps", "mlp.experts.up_proj"),
@@ -160,16 +164,21 @@ fn converted(config: &Config) -> HashMap<String, Tensor> {
             start += rows;
         }
     }
-    for ExpertStack { name, parts, interleaved, .. } in config.stacks() {
-        let mut whole = tensors.remove(&name).unwrap();
-        if interleaved && whole.rank() == 3 {
+    for stack in config.stacks() {
+        let ExpertStack { name, parts, layout, .. } = &stack;
+        let mut whole = tensors.remove(name).unwrap();
+        if stack.is_transposed() {
             whole = whole.transpose(1, 2).unwrap().contiguous().unwrap();
         }
         let rows = whole.dims()[1] / parts.len();
-        for (at, part) in (0u32..).zip(&parts) {
-            let rows: Vec<u32> = match interleaved {
-                true => (0..rows as u32).map(|row| row * parts.len() as u32 + at).collect(),
-                false => (at * rows as u32..(at + 1) * rows as u32).collect(),
+        for (at, part) in (0u32..).zip(parts) {
+            let rows: Vec<u32> = match layout {
+                StackLayout::Interleaved => {
+                    (0..rows as u32).map(|row| row * parts.len() as u32 + at).collect()
+                }
+                StackLayout::Rows | StackLayout::Columns => {
+                    (at * rows as u32..(at + 1) * rows as u32).collect()
+                }
             };
             let rows = whole.index_select(&Tensor::new(rows, &Device::Cpu).unwrap(), 1).unwrap();
             let name = part.strip_suffix("_bias").map(|module| format!("{module}.bias"));
@@ -270,8 +279,10 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         "gpt_oss" => "gpt-oss",
         "granitemoeshared" => "granitemoe",
         "lfm2_moe" => "lfm2moe",
+        "llama4_text" => "llama4",
         "olmo3" => "olmo2",
         "hunyuan_v1_dense" => "hunyuan-dense",
+        "hunyuan_v1_moe" => "hunyuan-moe",
         "glm" => "chatglm",
         "ministral3" => "mistral3",
         "cohere" => "command-r",
@@ -400,7 +411,14 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         if experts.shared > 0 && kind == "granitemoe" {
             metadata.push(("expert_shared_feed_forward_length", Stored::U32(experts.shared as u32)));
         }
-        if kind == "gpt-oss" {
+        if kind == "hunyuan-moe" {
+            metadata.push(("expert_shared_count", Stored::U32(1)));
+            metadata.push(("expert_shared_feed_forward_length", Stored::U32(experts.shared as u32)));
+        }
+        if kind == "llama4" {
+            metadata.push(("interleave_moe_layer_step", size("interleave_moe_layer_step")));
+        }
+        if ["gpt-oss", "llama4", "hunyuan-moe"].contains(&kind) {
             metadata.push(("expert_feed_forward_length", Stored::U32(experts.hidden as u32)));
         }
         if kind == "qwen2moe" {
@@ -451,7 +469,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         metadata.push(("rope.scaling.factor", Stored::F32(8.0)));
         metadata.push(("rope.freq_base_swa", Stored::F32(10_000.0)));
     }
-    if kind == "hunyuan-dense" {
+    if kind.starts_with("hunyuan") {
         metadata.push(("rope.scaling.type", Stored::String("none".into())));
         metadata.push(("rope.scaling.factor", Stored::F32(1.0)));
         metadata.push(("rope.scaling.original_context_length", Stored::U32(1 << 18)));
@@ -698,7 +716,7 @@ fn scaled_rotary_positions_of_gguf_files_are_those_of_the_folder() {
 }
 
 /// The families whose files can say what their configs say here.
-fn convertible() -> (Vec<u32>, Vec<Family>) {
+pub(crate) fn convertible() -> (Vec<u32>, Vec<Family>) {
     let Families { prompt, models } = families();
     // A window in every layer, a mean of heads that no file has, and a pattern that files leave to the program.
     let unlike = [
@@ -717,12 +735,18 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         "helium",
         // A pattern of windows that llama.cpp does not have.
         "gpt oss without biases",
+        // Chunks of other lengths than llama.cpp has, and layers with and without positions in another order.
+        "llama4",
+        "llama4 with two experts",
         // Weights that are not normalized, and windows that files do not say.
         "lfm2 moe with raw weights",
         "starcoder2 with windows",
     ];
     let fits = |config: &mut Value| {
         config["intermediate_size"] = json!(64);
+        if config.get("intermediate_size_mlp").is_some() {
+            config["intermediate_size_mlp"] = json!(64);
+        }
         if config.get("shared_intermediate_size").is_some() {
             config["shared_intermediate_size"] = json!(64);
         }
@@ -842,7 +866,7 @@ fn projections_of_key_heads_in_one_tensor_are_those_that_are_apart() {
 }
 
 /// Writes a file whose gates and ups of all experts of a layer are one tensor, as a converter does if it is asked to.
-fn write_together(from: &Path, to: &Path) -> usize {
+pub(crate) fn write_together(from: &Path, to: &Path) -> usize {
     let mut reader = fs::File::open(from).unwrap();
     let content = gguf_file::Content::read(&mut reader).unwrap();
     let mut read = |name: &str| content.tensor(&mut reader, name, &Device::Cpu).unwrap();

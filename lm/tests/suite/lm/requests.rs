@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{RankContext, World};
 use candle_lm::config::{Config, RopeScaling};
@@ -25,6 +26,7 @@ use test_utils::{Dice, on_ranks};
 
 use crate::lm::config;
 use crate::lm::families::{families, write};
+use crate::lm::gguf::{convertible, write as write_gguf};
 
 const MOMENT: Duration = Duration::from_secs(60);
 const ROOM: usize = 48;
@@ -97,6 +99,8 @@ struct Case {
     requests: Vec<(Vec<u32>, usize, Sampling)>,
     alone: Vec<(Vec<u32>, Stop)>,
     reuses: bool,
+    /// Whether each prompt is computed whole, as it is alone.
+    is_apart: bool,
 }
 
 /// What a client does with one request.
@@ -129,26 +133,30 @@ impl Case {
             let sampling = Sampling { temperature, seed: i as u64, ..Sampling::default() };
             requests.push((prompt, 1 + dice.below(12), sampling));
         }
-        let alone = {
-            let (files, requests) = (Arc::new(files.clone()), requests.clone());
-            on_ranks(1, "alone", move |ctx| -> anyhow::Result<_> {
-                let task = |(prompt, most, sampling): &(Vec<u32>, usize, Sampling)| Task {
-                    prompt: prompt.clone(),
-                    most: *most,
-                    cache_tokens: None,
-                    sampling: *sampling,
-                    held: ModelOptions::of(DType::F32),
-                };
-                let write = |request| {
-                    let task = task(request);
-                    let written = Session::open(ctx, 1, &files, &task, ROOM)?.write(&task, |_| Ok(true))?;
-                    Ok((written.tokens, written.stop))
-                };
-                requests.iter().map(write).collect()
-            })
-            .remove(0)
-        };
-        Self { name: name.to_owned(), files, requests, alone, reuses }
+        let made =
+            Self { name: name.to_owned(), files, requests, alone: Vec::new(), reuses, is_apart: false };
+        Self { alone: made.alone_on(1, 1), ..made }
+    }
+
+    /// What each request is alone on so many ranks in stages.
+    fn alone_on(&self, ranks: usize, stages: usize) -> Vec<(Vec<u32>, Stop)> {
+        let (files, requests) = (Arc::new(self.files.clone()), self.requests.clone());
+        on_ranks(ranks, "alone", move |ctx| -> anyhow::Result<_> {
+            let task = |(prompt, most, sampling): &(Vec<u32>, usize, Sampling)| Task {
+                prompt: prompt.clone(),
+                most: *most,
+                cache_tokens: None,
+                sampling: *sampling,
+                held: ModelOptions::of(DType::F32),
+            };
+            let write = |request| {
+                let task = task(request);
+                let written = Session::open(ctx, stages, &files, &task, ROOM)?.write(&task, |_| Ok(true))?;
+                Ok((written.tokens, written.stop))
+            };
+            requests.iter().map(write).collect()
+        })
+        .remove(0)
     }
 
     /// Sends random requests, some of which leave, and returns how many were sent, left, and were answered
@@ -161,7 +169,7 @@ impl Case {
             while sent < count && live.len() < at_once && (live.is_empty() || dice.below(3) > 0) {
                 let plan = Plan {
                     request: dice.below(self.requests.len()),
-                    salt: dice.below(2) as u64,
+                    salt: if self.is_apart { sent as u64 } else { dice.below(2) as u64 },
                     leaves: (dice.below(5) == 0).then(|| dice.below(4)),
                     has_logprobs: dice.below(4) == 0,
                 };
@@ -264,21 +272,36 @@ fn cases() -> Vec<Case> {
 #[test]
 fn random_requests_get_what_they_get_alone_on_every_mesh() {
     let began = Instant::now();
-    let (mut all, mut passes, mut reused) = ([0; 3], 0, 0);
+    let (mut all, mut passes, mut reused, mut preempted) = ([0; 3], 0, 0, 0);
     for case in cases() {
         let (case, before) = (Arc::new(case), reused);
-        // Ranks, stages, and ranks of tokens and of experts.
-        let meshes = [[1, 1, 1, 1], [2, 1, 1, 1], [3, 1, 1, 1], [2, 2, 1, 1], [2, 1, 2, 1], [2, 1, 1, 2]];
-        for (seed, [ranks, stages, cp, ep]) in (0..).zip(meshes) {
+        // Ranks, replicas, stages, and ranks of tokens and of experts; slots, and the tokens of a chunk.
+        // Every second one has memory for fewer texts than slots.
+        let meshes = [
+            ([1, 1, 1, 1, 1], 1, 5),
+            ([2, 1, 1, 1, 1], 4, 3),
+            ([3, 1, 1, 1, 1], 3, 64),
+            ([2, 1, 2, 1, 1], 2, 7),
+            ([2, 1, 1, 2, 1], 4, 4),
+            ([2, 1, 1, 1, 2], 6, 1),
+            ([2, 2, 1, 1, 1], 2, 6),
+            ([4, 2, 2, 1, 1], 3, 4),
+            ([4, 2, 1, 1, 2], 2, 9),
+            ([6, 3, 1, 1, 1], 1, 3),
+        ];
+        for (seed, ([ranks, dp, stages, cp, ep], slots, chunk)) in (0..).zip(meshes) {
             let has_state = case.files.config.is_recurrent();
-            if (cp > 1 && has_state) || (ep > 1 && case.name != "mixtral") {
+            let is_small = ranks > 3 && !["llama", "mistral", "qwen3.5", "mixtral"].contains(&&*case.name);
+            if (cp > 1 && has_state) || (ep > 1 && case.name != "mixtral") || is_small {
                 continue;
             }
             let ran = case.clone();
-            let (slots, chunk) = ([1, 4, 3, 2, 4, 6][seed as usize], [5, 3, 64, 7, 4, 1][seed as usize]);
             let made = on_ranks(ranks, &case.name, move |ctx| -> anyhow::Result<_> {
-                let held = ModelOptions { cp, ep, ..ModelOptions::of(DType::F32) };
+                let held = ModelOptions { cp, ep, dp, ..ModelOptions::of(DType::F32) };
                 let options = ServeOptions { held, ..options(slots, chunk) };
+                let whole = options.cache_bytes(&ran.files.config, ranks, stages)?;
+                let memory = (seed % 2 == 1).then_some(whole / slots + whole / slots / 2);
+                let options = ServeOptions { memory, block: 1 + seed as usize, ..options };
                 let made = served(ctx, stages, &ran.files, &options, QueueLimits::default(), |queue| {
                     let made = ran.client(queue, seed, 30);
                     (made, queue.status())
@@ -294,15 +317,89 @@ fn random_requests_get_what_they_get_alone_on_every_mesh() {
             all.iter_mut().zip(counts).for_each(|(all, count)| *all += count);
             passes += report.passes;
             reused += status.reused_tokens;
+            preempted += status.preemptions;
+            assert!(status.used_bytes <= status.cache_bytes);
         }
         assert!(reused > before || !case.reuses, "{}: nothing was reused", case.name);
     }
     let [sent, left, wrong] = all;
     println!(
-        "{sent} requests, {left} cancelled, {wrong} wrong, {passes} passes, {reused} tokens reused, {:.1} s",
+        "{sent} requests, {left} cancelled, {wrong} wrong, {passes} passes, {reused} tokens reused, \
+         {preempted} preemptions, {:.1} s",
         began.elapsed().as_secs_f64()
     );
     assert_eq!(wrong, 0);
+    assert!(preempted > 0, "no text has lost its memory");
+}
+
+#[test]
+fn requests_over_quantized_weights_get_what_they_get_alone_on_as_many_ranks() {
+    // Inputs of products are rounded to 8 bits, so the last bits of sums matter: prompts are computed whole
+    // here, as they are alone.
+    let count = std::env::var("LM_SERVE_REQUESTS").map_or(80, |count| count.parse().unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.gguf");
+    let (_, models) = convertible();
+    let llama = models.iter().find(|family| family.config["model_type"] == "llama").expect("a llama");
+    write_gguf(&file, &llama.config, GgmlDType::Q8_0);
+    let mut all = [0; 3];
+    let meshes = [[1, 1, 1], [2, 1, 1], [2, 1, 2], [2, 2, 1]];
+    for (seed, [ranks, dp, stages]) in (0..).zip(meshes) {
+        let case = Case::new("quantized", Files::open(&file).unwrap(), seed, false);
+        let case = Arc::new(Case { alone: case.alone_on(ranks / dp, stages), is_apart: true, ..case });
+        let ran = case.clone();
+        let made = on_ranks(ranks, "quantized", move |ctx| -> anyhow::Result<_> {
+            let held = ModelOptions { dp, ..ModelOptions::of(DType::F32) };
+            let options = ServeOptions { held, block: 7, ..options(6, 6 * ROOM) };
+            let client = |queue: &RequestQueue| ran.client(queue, seed, count / meshes.len());
+            Ok(served(ctx, stages, &ran.files, &options, QueueLimits::default(), client)?.1)
+        });
+        let Some(counts) = &made[0] else { panic!("rank 0 has a client") };
+        all.iter_mut().zip(counts).for_each(|(all, count)| *all += count);
+    }
+    let [sent, left, wrong] = all;
+    println!("{sent} requests over quantized weights, {left} cancelled, {wrong} wrong");
+    assert_eq!(wrong, 0);
+}
+
+#[test]
+fn passes_in_microbatches_give_what_passes_in_one_give() {
+    // Passes have up to 400 tokens, which stages of 2 to 4 ranks compute in as many parts.
+    let folder = tempfile::tempdir().unwrap();
+    let long = Config { max_position_embeddings: 512, num_hidden_layers: 4, ..config(4, 2) };
+    let mut files = random(folder.path(), &long);
+    files.ends.clear();
+    let ask = |ranks: usize, stages: usize, memory: Option<usize>| {
+        let files = files.clone();
+        let made = on_ranks(ranks, "microbatches", move |ctx| {
+            let options = ServeOptions { room: Some(300), memory, block: 16, ..options(5, 400) };
+            served(ctx, stages, &files, &options, QueueLimits::default(), |queue| {
+                let prompt = |nth: u32, tokens: u32| (0..tokens).map(move |at| (at * at + at / 9 * nth) % 37);
+                let sizes = [(0, 200), (0, 230), (1, 150), (2, 131), (1, 170), (3, 1), (4, 260)];
+                let requests = sizes.map(|(nth, tokens)| ServeRequest {
+                    prompt_logprobs: tokens == 131,
+                    logprobs: Some(0),
+                    ..ServeRequest::new(prompt(nth, tokens).collect(), 30)
+                });
+                let mut streams = queue.submit_all(requests.into()).unwrap();
+                let texts: Vec<_> = streams.iter_mut().map(|stream| read(stream).0).collect();
+                (texts, queue.status().preemptions)
+            })
+        });
+        let Some(made) = made.into_iter().next().unwrap().1 else { panic!("rank 0 has a client") };
+        made
+    };
+    let (want, _) = ask(1, 1, None);
+    assert!(want.iter().all(|text| text.len() == 30));
+    // Two and a half texts of 300 tokens.
+    let tight = Some(4 * 2 * 8 * 2 * 4 * 750);
+    let mut preempted = 0;
+    for (ranks, stages, memory) in [(2, 2, None), (3, 3, tight), (4, 4, None), (4, 2, tight)] {
+        let (got, preemptions) = ask(ranks, stages, memory);
+        assert_eq!(got, want, "{ranks} ranks in {stages} stages");
+        preempted += preemptions;
+    }
+    println!("{preempted} preemptions");
 }
 
 /// What a client sees of a small model on so many ranks.
@@ -528,6 +625,72 @@ fn log_probabilities_are_those_of_the_model_in_chunks_of_any_length() {
 }
 
 #[test]
+fn texts_that_lose_their_memory_are_those_of_texts_that_do_not() {
+    // One long text has room, and five run.
+    let of_text = 2 * 2 * 8 * 2 * 4 * ROOM;
+    let tight = ServeOptions { memory: Some(of_text), block: 4, ..options(5, 8) };
+    let whole = ServeOptions { memory: None, ..tight.clone() };
+    for ranks in [1, 2] {
+        let texts = |options: &ServeOptions| {
+            with_llama(ranks, options.clone(), QueueLimits::default(), |queue| {
+                let request = |seed: u64| ServeRequest {
+                    sampling: Sampling {
+                        temperature: [0.0, 1.2][seed as usize % 2],
+                        presence_penalty: 0.4,
+                        seed,
+                        ..Sampling::default()
+                    },
+                    logprobs: Some(0),
+                    ..ServeRequest::new(vec![seed as u32; 3], 40)
+                };
+                let mut streams = queue.submit_all((0..5).map(request).collect()).unwrap();
+                let texts: Vec<_> = streams.iter_mut().map(read).collect();
+                (texts, queue.status().preemptions)
+            })
+        };
+        let ((want, none), (got, preemptions)) = (texts(&whole), texts(&tight));
+        assert_eq!(none, 0);
+        assert!(preemptions > 0, "no text has lost its memory");
+        for ((got, _, end), (want, ..)) in got.iter().zip(&want) {
+            assert_eq!((got, end), (want, &TokenEvent::Ended(Stop::Length)));
+        }
+    }
+}
+
+#[test]
+fn texts_that_wait_for_memory_have_deadlines_and_can_be_cancelled() {
+    let of_text = 2 * 2 * 8 * 2 * 4 * ROOM;
+    let tight = ServeOptions { memory: Some(of_text), block: 1, ..options(3, 8) };
+    with_llama(1, tight, QueueLimits::default(), |queue| {
+        // A token takes 5 ms at least, so the second text has fewer at its deadline.
+        let deadline = Some(Instant::now() + Duration::from_millis(150));
+        let [mut late, ends, leaves] = [2, 1, 3].map(|token| slow(&[token; 4], 44));
+        late.deadline = deadline;
+        let streams = queue.submit_all(vec![ends, late, leaves]).unwrap();
+        let Ok([mut first, mut late, last]) = <[RequestStream; 3]>::try_from(streams) else {
+            panic!("a stream for each")
+        };
+        let began = Instant::now();
+        while queue.status().preemptions == 0 {
+            assert!(began.elapsed() < MOMENT);
+            thread::sleep(Duration::from_millis(1));
+        }
+        drop(last);
+        assert_eq!(read(&mut first).0.len(), 44);
+        match read(&mut late) {
+            (tokens, _, TokenEvent::Ended(Stop::Length)) => assert!((1..44).contains(&tokens.len())),
+            (tokens, _, TokenEvent::Failed(RequestError::Deadline)) => assert!(tokens.is_empty()),
+            other => panic!("{other:?}"),
+        }
+        let began = Instant::now();
+        while queue.status().running + queue.status().waiting > 0 {
+            assert!(began.elapsed() < MOMENT, "{:?}", queue.status());
+            thread::sleep(Duration::from_millis(1));
+        }
+    });
+}
+
+#[test]
 fn logits_that_are_no_numbers_end_one_request_alone() {
     let folder = tempfile::tempdir().unwrap();
     random_model::write(folder.path(), &config(4, 2), 7, DType::F32).unwrap();
@@ -681,7 +844,8 @@ fn a_server_without_a_queue_or_memory_is_one_error_on_all_ranks() {
     let files = random(folder.path(), &config(4, 2));
     let of_text = 2 * 2 * 8 * 2 * 4 * ROOM; // layers, heads, dim, keys and values, bytes
     let fitting = ServeOptions { memory: Some(3 * of_text + 1), ..options(16, 8) };
-    assert_eq!(fitting.slots(&files.config, 2, 1).unwrap(), [3, 3 * of_text]);
+    assert_eq!(fitting.cache_bytes(&files.config, 2, 1).unwrap(), 3 * of_text + 1);
+    assert_eq!(options(16, 8).cache_bytes(&files.config, 2, 1).unwrap(), 16 * of_text);
     let queue = RequestQueue::new(QueueLimits::default());
     let small = ServeOptions { memory: Some(of_text - 1), ..options(16, 8) };
     for (options, given, want) in

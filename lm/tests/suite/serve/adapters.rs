@@ -73,6 +73,14 @@ fn adapters_are_models_whose_texts_are_those_of_generate() {
         for (name, prompt, text) in threads.into_iter().flat_map(|thread| thread.join().unwrap()) {
             assert_eq!(text, wanted[&(name, prompt)], "{mesh:?}, {name}");
         }
+        let metrics = get(address, "/metrics").body;
+        for name in NAMES {
+            // Each name has had 18 of 54 texts.
+            let line = format!("vllm:request_success_total{{model_name=\"{name}\",finished_reason=");
+            let of_name = metrics.lines().filter_map(|told| told.strip_prefix(&line)?.split_once(' '));
+            let ended: f64 = of_name.map(|(_, count)| count.parse::<f64>().unwrap()).sum();
+            assert_eq!(ended, 18.0, "{name} in {metrics}");
+        }
         let all = get(address, "/v1/models").json();
         let ids: Vec<&Value> = all["data"].as_array().unwrap().iter().map(|model| &model["id"]).collect();
         assert_eq!(ids, NAMES);

@@ -62,15 +62,16 @@ fn waits(line: &str) -> bool {
     line.starts_with("vllm:num_requests_waiting") && line.ends_with(" 3")
 }
 
-/// What happens to a server of two processes of which one gets a signal under load. Its port serves again afterwards.
-fn fault(rank: usize, signal: &str) {
+/// What happens to a server of so many processes of which one gets a signal under load. Its port serves again
+/// afterwards.
+fn fault(processes: usize, flags: &[&str], rank: usize, signal: &str) {
     // The PMIx library of some versions deadlocks when mpirun ends.
-    let hangs = (0..3).take_while(|_| !is_clear(rank, signal)).count();
+    let hangs = (0..3).take_while(|_| !is_clear(processes, flags, rank, signal)).count();
     assert!(hangs < 3, "mpirun hangs after all ranks have ended");
 }
 
-fn is_clear(rank: usize, signal: &str) -> bool {
-    let mut program = Program::on_mpi(2, 0, &FLAGS);
+fn is_clear(processes: usize, flags: &[&str], rank: usize, signal: &str) -> bool {
+    let mut program = Program::on_mpi(processes, 0, flags);
     let address = program.address;
     let (threads, _begun) = load(address);
     let began = Instant::now();
@@ -96,7 +97,10 @@ fn is_clear(rank: usize, signal: &str) -> bool {
             503 => answer.error(),
             status => panic!("status {status}: {}", answer.body),
         };
-        assert!(error["message"].as_str().is_some_and(|said| said.contains("rank 1")), "{error}");
+        assert!(
+            error["message"].as_str().is_some_and(|said| said.contains(&format!("rank {rank}"))),
+            "{error}"
+        );
         assert_eq!(error["code"], json!("unavailable"), "{error}");
     }
     let written = ended.iter().filter(|one| one.answer.as_ref().is_some_and(|answer| answer.status == 200));
@@ -115,7 +119,7 @@ fn is_clear(rank: usize, signal: &str) -> bool {
     assert!(!status.success());
     let causes: Vec<&str> = said.lines().filter(|line| line.starts_with("error: ")).collect();
     assert!(causes.len() == 1 && causes[0].contains(&format!("rank {rank}")), "{said}");
-    serves_again(&mut Program::on_mpi(2, address.port(), &FLAGS), address);
+    serves_again(&mut Program::on_mpi(processes, address.port(), flags), address);
     true
 }
 
@@ -130,21 +134,29 @@ fn serves_again(program: &mut Program, address: SocketAddr) {
 #[test]
 fn all_requests_get_an_error_when_a_rank_is_killed() {
     if Program::has_mpi() {
-        fault(1, "-KILL");
+        fault(2, &FLAGS, 1, "-KILL");
+    }
+}
+
+#[test]
+fn all_requests_get_an_error_when_a_replica_is_killed() {
+    if Program::has_mpi() {
+        let flags = ["--dp", "3", "--slots", "1", "--cache-tokens", "4096"];
+        fault(3, &flags, 2, "-KILL");
     }
 }
 
 #[test]
 fn all_requests_get_an_error_when_a_rank_is_frozen() {
     if Program::has_mpi() {
-        fault(1, "-STOP");
+        fault(2, &FLAGS, 1, "-STOP");
     }
 }
 
 #[test]
 fn all_connections_end_when_the_rank_that_listens_is_killed() {
     if Program::has_mpi() {
-        fault(0, "-KILL");
+        fault(2, &FLAGS, 0, "-KILL");
     }
 }
 

@@ -38,7 +38,16 @@ fn completion(address: SocketAddr, prompt: &str, stream: bool) -> String {
 #[test]
 fn texts_are_those_of_generate_alone_and_together_on_any_ranks() {
     let wanted: Vec<String> = PROMPTS.iter().map(|prompt| generated(prompt, &[])).collect();
-    for flags in [&[][..], &["--tp", "2"], &["--pp", "2"]] {
+    // In the last one, two texts have memory at once.
+    let meshes = [
+        &[][..],
+        &["--tp", "2"],
+        &["--pp", "2"],
+        &["--dp", "2", "--slots", "2"],
+        &["--dp", "2", "--pp", "2", "--slots", "3"],
+        &["--tp", "2", "--cache-tokens", "128", "--cache-bytes", "1000000"],
+    ];
+    for flags in meshes {
         let program = Program::start(flags);
         let address = program.address;
         for (prompt, want) in PROMPTS.iter().zip(&wanted) {
@@ -156,6 +165,9 @@ fn what_the_command_line_cannot_do_is_said_at_once() {
         (&["--drain", "100000"], "--drain"),
         (&["--most-seconds", "0"], "--most-seconds"),
         (&["--name", ""], "--name"),
+        (&["--dp", "0"], "--dp"),
+        (&["--dp", "64", "--tp", "8"], "--dp 64"),
+        (&["--cache-bytes", "1000"], "takes"),
         (&["--host", "example"], "--host"),
         (&["--port", "0", "--api-key-file", &empty], "has no key"),
         (&["--port", "0", "--api-key-file", &short], "fewer than 8 bytes"),
@@ -169,6 +181,9 @@ fn what_the_command_line_cannot_do_is_said_at_once() {
         assert!(!output.status.success() && error.contains(said), "{flags:?}: {error}");
         assert_eq!(error.trim().lines().count(), 1, "{error}");
     }
-    let refused = Command::new(env!("CARGO_BIN_EXE_lm")).args(["generate", "--slots", "2"]).output().unwrap();
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("--slots has no effect with generate"));
+    for flag in ["--slots", "--dp", "--cache-bytes"] {
+        let refused = Command::new(env!("CARGO_BIN_EXE_lm")).args(["generate", flag, "2"]).output().unwrap();
+        let error = String::from_utf8_lossy(&refused.stderr);
+        assert!(error.contains(&format!("{flag} has no effect with generate")), "{error}");
+    }
 }

@@ -209,6 +209,24 @@ fn log_probabilities_come_with_their_texts() {
 }
 
 #[test]
+fn log_probabilities_behind_thoughts_and_before_calls_are_those_of_the_text() {
+    let server = ScriptedServer::writing(REPLY);
+    let body = asked(json!({"tools": tools(), "include": ["message.output_text.logprobs"]}));
+    let whole = post(server.address, RESPOND, &body).json();
+    let part = &whole["output"][1]["content"][0];
+    let told = part["logprobs"].as_array().unwrap();
+    let text: String = told.iter().map(|one| one["token"].as_str().unwrap()).collect();
+    assert_eq!((text.as_str(), part["text"].as_str()), ("I look.\n", Some("I look.\n")));
+    let streamed: String = events(&server, &body)
+        .iter()
+        .filter(|event| event["type"] == "response.output_text.delta")
+        .flat_map(|event| event["logprobs"].as_array().unwrap().clone())
+        .map(|one| one["token"].as_str().unwrap().to_owned())
+        .collect();
+    assert_eq!(streamed, text);
+}
+
+#[test]
 fn grammars_hold_for_formats_and_forced_calls_of_responses() {
     let server = ScriptedServer::constrained();
     let schema = json!({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": false});

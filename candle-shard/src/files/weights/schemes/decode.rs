@@ -33,6 +33,9 @@ impl Scheme {
             Self::Packed { codes, scales, zeros, bits, size } => {
                 part.packed(weights, [codes, scales], zeros.as_ref(), (*bits, *size))
             }
+            Self::Affine { codes, scales, biases, bits, size } => {
+                part.affine(weights, [codes, scales, biases], (*bits, *size))
+            }
             Self::Latent { keys, values } => part.latent(weights, [keys, values]),
             Self::Four { codes, table, scales, block, nested, columns } => {
                 part.four(weights, [codes, scales], (table, nested.as_ref()), [*block, *columns])
@@ -283,6 +286,29 @@ impl MatrixPart {
             move |at| {
                 let group = group_of[at];
                 scale[group] * (digit(held[word_of[at]], (first + at) % per, bits) - zero[group]) as f32
+            }
+        }))
+    }
+
+    fn affine(
+        &self,
+        weights: &Weights,
+        [codes, scales, biases]: [&StoredTensor; 3],
+        (bits, size): (usize, usize),
+    ) -> Result<Vec<f32>> {
+        let per = WORD / bits;
+        let ((word_of, words), (group_of, of_columns)) = (self.groups(per), self.groups(size));
+        let held = codes.words(weights, [self.rows.clone(), words.clone()])?;
+        let scale = scales.part(weights, [self.rows.clone(), of_columns.clone()])?;
+        let bias = biases.part(weights, [self.rows.clone(), of_columns.clone()])?;
+        Ok(self.filled(|row| {
+            let at_row = row - self.rows.start;
+            let (held, first) = (&held[at_row * words.len()..], self.columns.start);
+            let (scale, bias) = (&scale[at_row * of_columns.len()..], &bias[at_row * of_columns.len()..]);
+            let (group_of, word_of) = (&group_of, &word_of);
+            move |at| {
+                let group = group_of[at];
+                scale[group] * digit(held[word_of[at]], (first + at) % per, bits) as f32 + bias[group]
             }
         }))
     }

@@ -37,6 +37,7 @@ impl Weights {
     /// | `gptq` | 2, 4 or 8 bits, also with `desc_act`, of either `checkpoint_format` |
     /// | `awq` | 4 bits, version `gemm` |
     /// | `bitsandbytes` | `nf4` and `fp4`, also with nested scales; 8 bits |
+    /// | none, or `mlx` | MLX's `affine` codes of 2, 4 or 8 bits |
     /// | `modelopt` | `FP8`, `NVFP4` and `MIXED_PRECISION` of both |
     /// | `mxfp4` | the `_blocks` and `_scales` of gpt-oss, as the transposed matrices of files without codes |
     ///
@@ -62,6 +63,7 @@ impl Weights {
             Method::Awq { group } => self.awq(group)?,
             Method::BitsAndBytes => self.bitsandbytes()?,
             Method::Mxfp4 => self.mxfp4()?,
+            Method::Mlx { group } => self.mlx(config, group)?,
             Method::ModelOpt => {
                 for module in self.modules(".weight_scale_2") {
                     let factor = self.scalar(&module, ".weight_scale_2")?;
@@ -281,6 +283,37 @@ impl Weights {
             }
             let scheme = Scheme::Packed { codes, scales, zeros, bits, size: size.max(1) };
             self.give(&module, [rows, columns], scheme)?;
+        }
+        Ok(())
+    }
+
+    /// Finds matrices of MLX's codes, whose numbers of bits follow from the shapes; `config` names modules with other groups than `group`.
+    fn mlx(&mut self, config: &Value, group: usize) -> Result<()> {
+        for module in self.modules(".scales") {
+            let (codes, scales) = (self.need(&module, ".weight")?, self.need(&module, ".scales")?);
+            let biases = self.need(&module, ".biases")?;
+            let size = config[&module]["group_size"].as_u64().map_or(group, |size| size as usize);
+            let shape = match (&codes.shape[..], &scales.shape[..]) {
+                (&[rows, words], &[of, groups]) if rows == of && groups > 0 => groups
+                    .checked_mul(size)
+                    .zip(words.checked_mul(32))
+                    .filter(|(columns, bits)| *columns > 0 && bits.is_multiple_of(*columns))
+                    .map(|(columns, bits)| ([rows, columns], bits / columns)),
+                _ => None,
+            };
+            let Some((shape, bits @ (2 | 4 | 8))) = shape.filter(|_| is_word(&codes)) else {
+                let why =
+                    format!("as codes of 2, 4 or 8 bits with scales {:?} of groups of {size}", scales.shape);
+                return Err(self.wrong(&module, &codes, &why));
+            };
+            if biases.shape != scales.shape {
+                return Err(self.wrong(
+                    &module,
+                    &biases,
+                    &format!("as biases beside scales {:?}", scales.shape),
+                ));
+            }
+            self.give(&module, shape, Scheme::Affine { codes, scales, biases, bits, size })?;
         }
         Ok(())
     }

@@ -20,12 +20,23 @@ pub(super) enum Method {
     Mxfp4,
     /// Numbers of 8 bits, or of 4 bits with a scale for each 16 and one for all.
     ModelOpt,
+    /// Codes in groups of so many columns; some modules have others.
+    Mlx { group: usize },
 }
 
 impl Weights {
     /// The values of `quant_method` that [`dequantize`](Self::dequantize) reads.
-    pub const QUANT_METHODS: [&str; 8] =
-        ["fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes", "mxfp4", "modelopt"];
+    pub const QUANT_METHODS: [&str; 9] = [
+        "fp8",
+        "fbgemm_fp8",
+        "compressed-tensors",
+        "gptq",
+        "awq",
+        "bitsandbytes",
+        "mxfp4",
+        "modelopt",
+        "mlx",
+    ];
 
     /// Checks that [`dequantize`](Self::dequantize) reads what a `quantization_config` describes, before there are tensors.
     ///
@@ -45,6 +56,9 @@ impl Method {
         match name {
             "fbgemm_fp8" => Ok(Self::Fp8 { block: None }),
             "modelopt" => modelopt(config),
+            // Files of MLX name no method.
+            "mlx" => mlx(config),
+            "" if config["bits"].is_u64() && config["group_size"].is_u64() => mlx(config),
             "fp8" => Ok(Self::Fp8 { block: block(&config["weight_block_size"])? }),
             "compressed-tensors" => compressed(config),
             "gptq" => gptq(config),
@@ -126,6 +140,15 @@ fn modelopt(config: &Value) -> Result<Method, String> {
         true => Ok(Method::ModelOpt),
         false => Err(format!("has quant_algo {algo}; {} can be read", KNOWN.iter().join(", "))),
     }
+}
+
+fn mlx(config: &Value) -> Result<Method, String> {
+    let mode = &config["mode"];
+    if !mode.is_null() && mode != "affine" {
+        return Err(format!("has mode {mode}; \"affine\" can be read"));
+    }
+    let size = group(&config["group_size"])?;
+    size.map(|group| Method::Mlx { group }).ok_or_else(|| "has no group_size".into())
 }
 
 fn gptq(config: &Value) -> Result<Method, String> {

@@ -43,6 +43,8 @@ pub(super) enum Scheme {
         bits: usize,
         size: usize,
     },
+    /// MLX: `codes` `[rows, columns / per]` of 32 bits, `scales` and `biases` `[rows, groups]`.
+    Affine { codes: StoredTensor, scales: StoredTensor, biases: StoredTensor, bits: usize, size: usize },
     /// The keys `[heads, latent, key]` and the values `[heads, value, latent]` of latent attention: for each head the rows of its key, then
     /// those of its value.
     Latent { keys: StoredTensor, values: StoredTensor },
@@ -70,6 +72,7 @@ impl Scheme {
             | Self::Gptq { codes, .. }
             | Self::Awq { codes, .. }
             | Self::Packed { codes, .. }
+            | Self::Affine { codes, .. }
             | Self::Latent { keys: codes, .. }
             | Self::Mxfp4 { codes, .. }
             | Self::Nvfp4 { codes, .. }
@@ -92,6 +95,7 @@ impl Scheme {
             Self::Scaled { scales, .. } | Self::Nvfp4 { scales, .. } => vec![scales],
             Self::Gptq { zeros, scales, groups, .. } => [zeros, scales].into_iter().chain(groups).collect(),
             Self::Awq { zeros, scales, .. } => vec![zeros, scales],
+            Self::Affine { scales, biases, .. } => vec![scales, biases],
             Self::Latent { values, .. } => vec![values],
             Self::Packed { scales, zeros, .. } => [scales].into_iter().chain(zeros).collect(),
             Self::Four { scales, nested, .. } => {

@@ -84,6 +84,7 @@ pub(super) const APART: &[Entry] = apart! {
         call(vec![float(&mask[d.below(mask.len())..])], vec![])
     }, |x, n| x[0].masked_softmax(&x[1], 0.7), ops::softmax(&(&x[0] * 0.7)?.broadcast_add(&x[1])?, D::Minus1);
     cumsum, 1..=4, dim, |x, n| x[0].cumsum(n[0]), plain::cumsum(&x[0], n[0]);
+    logcumsumexp, 1..=4, dim, |x, n| x[0].logcumsumexp(n[0]), plain::logcumsumexp(&x[0], n[0]);
     topk, 1..=4, |d, s| call(vec![], vec![1 + d.below(s[s.len() - 1])]), |x, n| Ok(x[0].topk(n[0])?.0), Ok(plain::topk(&x[0], n[0])?.0);
     layer_norm, 1..=4, |_, s| call(vec![float(&s[s.len() - 1..]); 2], vec![]),
         |x, n| x[0].layer_norm(&x[1], &x[2], 1e-1), plain::layer_norm(x, 1e-1);
