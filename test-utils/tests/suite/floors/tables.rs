@@ -153,6 +153,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
     folder(
         "",
         &[
+            "registers",
             "mod real",
             "bounds conv convert div element float_op master nvrtc parallel prefetch row_order rule weight_sink",
             "device_rows random rows",
@@ -171,7 +172,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
     folder("device_rows", &["launch", "cuda", "mod"]),
     folder("function", &["mod", "formulas off_host", "apply"]),
     folder("linear_attention", &["sizes", "scan", "backward inputs", "composed", "mod"]),
-    folder("product", &["matrix", "panels", "pairs", "mod"]),
+    folder("product", &["matrix operands", "panels", "pairs", "mod"]),
     folder("random", &["distribution grid stream", "draws launch", "device", "mod"]),
     folder(
         "quantized",
