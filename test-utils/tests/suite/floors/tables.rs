@@ -162,8 +162,8 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
             "row_update",
             "dense_update",
             "rules",
-            "adam_w cross_entropy embedding function layer_norm linear pool quantized renorm reshape rms_norm rope \
-             short_conv softmax",
+            "adam_w cross_entropy embedding function layer_norm linear logcumsumexp pool quantized renorm reshape \
+             rms_norm rope short_conv softmax",
             "add attention embedding_bag grouped_linear masked_softmax silu_gate",
             "clamped_gate flash_attn linear_attention",
             "parts",
@@ -226,7 +226,7 @@ const CANDLE_SHARD: &[Folder] = &[
             "var_builder",
             "dropout fully_shard init",
             "lora",
-            "embedding linear norm recompute",
+            "dynamic_tanh embedding linear norm recompute",
             "constructors fused_qkv latent module rnn",
             "batch_norm conv group_norm moe prelu quantized sequence_cache sequential",
         ],
