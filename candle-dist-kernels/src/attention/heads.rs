@@ -88,11 +88,11 @@ pub(super) struct HeadPiece {
 impl HeadPiece {
     /// Gives each piece its rows of `[batch, rows, kv_heads, width]`, of which `width` is not 0. The rows of a key head are
     /// cut into `pieces` of `size` rows.
-    pub(super) fn cut<'a, T>(
-        all: &'a mut [T],
+    pub(super) fn cut<T>(
+        all: &mut [T],
         [rows, kv_heads, width]: [usize; 3],
         [pieces, size]: [usize; 2],
-    ) -> Vec<Vec<&'a mut [T]>> {
+    ) -> Vec<Vec<&mut [T]>> {
         let count = (all.len() / width).checked_div(rows * kv_heads).unwrap_or(0) * kv_heads * pieces;
         let mut cut: Vec<Vec<_>> = (0..count).map(|_| Vec::with_capacity(size.min(rows))).collect();
         for (at, row) in all.chunks_exact_mut(width).enumerate() {
