@@ -53,6 +53,9 @@ pub struct TextTokens<'a> {
     pub cache: TextCache<'a>,
 }
 
+/// The keys and values that the new tokens of each text see, and how many tokens were there before.
+type SeenKv<K> = Vec<(K, usize)>;
+
 impl Attention {
     /// Appends the new tokens of several texts to their caches, and computes attention of each over its own text: one op
     /// for a whole batch of texts of unlike lengths.
@@ -142,7 +145,7 @@ impl Attention {
         &self,
         [query, key, value]: [&DTensor; 3],
         texts: Vec<TextTokens<'_>>,
-    ) -> Result<(DTensor, Vec<(Option<[Tensor; 2]>, usize)>)> {
+    ) -> Result<(DTensor, SeenKv<Option<[Tensor; 2]>>)> {
         let inputs = [query, key, value];
         let [batch, tokens, heads, dim, width] = self.check_texts(inputs, &texts)?;
         let scale = Scale { factor: self.scale.unwrap_or(1.0 / (dim as f64).sqrt()), cap: self.cap };
@@ -234,7 +237,7 @@ impl Attention {
         specs: [&Spec; 2],
         texts: &mut [TextTokens<'_>],
         scale: Scale,
-    ) -> Result<(Tensor, Vec<([Tensor; 2], usize)>)> {
+    ) -> Result<(Tensor, SeenKv<[Tensor; 2]>)> {
         let (mut made, mut singles, mut start) = (Vec::new(), Vec::<[Tensor; 2]>::new(), 0);
         let mut seen_by_all = Vec::with_capacity(texts.len());
         let flush = |singles: &mut Vec<[Tensor; 2]>, end: usize, made: &mut Vec<Tensor>| -> Result<()> {
