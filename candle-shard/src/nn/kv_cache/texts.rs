@@ -30,6 +30,9 @@ pub enum TextCache<'a> {
     Seen(&'a TextKv),
 }
 
+/// The local keys and values that a text sees, which a rank without heads has not, and the number of tokens before the new ones.
+type SeenHere = (Option<[Tensor; 2]>, usize);
+
 /// The keys and values that the new tokens of a text see: those of the text so far, in memory of its cache where that is
 /// possible.
 #[derive(Clone, Debug)]
@@ -52,9 +55,6 @@ pub struct TextTokens<'a> {
     /// What the new tokens are appended to.
     pub cache: TextCache<'a>,
 }
-
-/// The keys and values that the new tokens of each text see, and how many tokens were there before.
-type SeenKv<K> = Vec<(K, usize)>;
 
 impl Attention {
     /// Appends the new tokens of several texts to their caches, and computes attention of each over its own text: one op
@@ -139,13 +139,13 @@ impl Attention {
         Ok((made, seen.into_iter().map(kept).collect()))
     }
 
-    /// The attention of texts, the local keys and values that each sees, which a rank without heads has not, and the tokens before.
+    /// The attention of texts, and what each sees.
     #[track_caller]
     fn append_texts(
         &self,
         [query, key, value]: [&DTensor; 3],
         texts: Vec<TextTokens<'_>>,
-    ) -> Result<(DTensor, SeenKv<Option<[Tensor; 2]>>)> {
+    ) -> Result<(DTensor, Vec<SeenHere>)> {
         let inputs = [query, key, value];
         let [batch, tokens, heads, dim, width] = self.check_texts(inputs, &texts)?;
         let scale = Scale { factor: self.scale.unwrap_or(1.0 / (dim as f64).sqrt()), cap: self.cap };
@@ -166,7 +166,7 @@ impl Attention {
             let specs = [key.spec(), value.spec()];
             let local = [x[0].to_local(), x[1].to_local(), x[2].to_local()];
             let (made, all) = self.run_texts(local, specs, &mut texts.borrow_mut(), scale)?;
-            *seen.borrow_mut() = all.into_iter().map(|(held, past)| (Some(held), past)).collect();
+            *seen.borrow_mut() = all;
             Ok(smallvec![made])
         });
         let made = made?.remove(0);
@@ -229,15 +229,14 @@ impl Attention {
         Ok(sizes)
     }
 
-    /// The result `[batch, tokens, heads, v]` of local inputs, which are not empty, the keys and values that each text sees, and the tokens
-    /// before.
+    /// The result `[batch, tokens, heads, v]` of local inputs, which are not empty, and what each text sees.
     fn run_texts(
         &self,
         [q, k, v]: [&Tensor; 3],
         specs: [&Spec; 2],
         texts: &mut [TextTokens<'_>],
         scale: Scale,
-    ) -> Result<(Tensor, SeenKv<[Tensor; 2]>)> {
+    ) -> Result<(Tensor, Vec<SeenHere>)> {
         let (mut made, mut singles, mut start) = (Vec::new(), Vec::<[Tensor; 2]>::new(), 0);
         let mut seen_by_all = Vec::with_capacity(texts.len());
         let flush = |singles: &mut Vec<[Tensor; 2]>, end: usize, made: &mut Vec<Tensor>| -> Result<()> {
@@ -265,7 +264,7 @@ impl Attention {
                 len = seen(past, len);
                 (keys, values) = (keys.narrow(TOKENS, first, len)?, values.narrow(TOKENS, first, len)?);
             }
-            seen_by_all.push(([keys.clone(), values.clone()], past));
+            seen_by_all.push((Some([keys.clone(), values.clone()]), past));
             if *tokens == 1 && q.dim(0)? == 1 {
                 let mut kept = [keys, values];
                 if !kernels::is_computed(kept[0].dtype()) {
