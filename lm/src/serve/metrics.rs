@@ -161,7 +161,7 @@ impl Metrics {
         }
         let all = self.0.lock();
         let of_names = || labels.iter().zip(all.iter());
-        let counters: [MetricRow<fn(&Numbers) -> u64>; 2] = [
+        let counters: [MetricRow<CountOf>; 2] = [
             ("vllm:prompt_tokens_total", "Tokens of prompts that were read.", |numbers| numbers.prompt),
             ("vllm:generation_tokens_total", "Tokens that were written.", |numbers| numbers.written),
         ];
@@ -184,7 +184,7 @@ impl Metrics {
                 writeln!(text, "lm:responses_total{{{label},status=\"{hundreds}xx\"}} {count}").ok();
             }
         }
-        let histograms: [MetricRow<fn(&Numbers) -> &Histogram>; 6] = [
+        let histograms: [MetricRow<HistogramOf>; 6] = [
             ("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", |numbers| {
                 &numbers.first
             }),
@@ -212,6 +212,10 @@ impl Metrics {
 
 /// The name of a metric, what it means, and its value.
 type MetricRow<T> = (&'static str, &'static str, T);
+
+type CountOf = fn(&Numbers) -> u64;
+
+type HistogramOf = fn(&Numbers) -> &Histogram;
 
 /// What is known of one request, for its line in the log.
 pub(super) struct RequestRecord {
