@@ -606,7 +606,11 @@ fn what_newer_families_do_not_compute_is_refused_by_name() {
         ("minimax m2", json!({"layernorm_mlp_beta": 3.5}), "layernorm_mlp_beta is 3.5"),
         ("qwen3 moe", json!({"qkv_bias": true}), "qkv_bias is true"),
         ("qwen3.5", json!({"output_gate_type": "sigmoid"}), "output_gate_type is \"sigmoid\""),
-        ("llama4", json!({"layer_types": ["sliding_attention"; 4]}), "layer_types is [\"sliding_attention\""),
+        (
+            "llama4",
+            json!({"layer_types": vec!["sliding_attention"; 4]}),
+            "layer_types is [\"sliding_attention\"",
+        ),
         ("hunyuan moe", json!({"moe_topk": [1, 2]}), "moe_topk is [1,2]"),
         ("hunyuan moe", json!({"moe_intermediate_size": [8, 8]}), "moe_intermediate_size is 8"),
         ("llama4", json!({"attention_chunk_size": null}), "attention_chunk_size is null"),
