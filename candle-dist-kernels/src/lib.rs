@@ -58,6 +58,7 @@ mod product;
 mod quantized;
 pub mod random;
 mod real;
+mod registers;
 mod renorm;
 mod reshape;
 mod rms_norm;

@@ -4,8 +4,8 @@ use candle_dist_base::edges;
 
 /// The logarithms of the running sums of the exponentials along the last dim.
 ///
-/// `x` is `[.., k]`; the result has the same shape. Elements of -∞ add nothing, and have no gradient if nothing finite is
-/// before them. Fails on a scalar and on dtypes other than floats.
+/// `x` is `[.., k]`; the result has the same shape. Elements of -∞ add nothing, and their gradient is 0. Fails on a
+/// scalar and on dtypes other than floats.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -38,7 +38,7 @@ fn composed(x: &Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
-/// `ln(eᵃ + eᵇ)`. Where both are -∞ the parts that are not taken stay finite, so that their gradients are zeros.
+/// `ln(eᵃ + eᵇ)`. Where both are -∞, what is not taken stays finite, and its gradients are zeros.
 fn log_add_exp(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let top = a.maximum(b)?.detach();
     let none = top.eq(f64::NEG_INFINITY)?;

@@ -1,12 +1,36 @@
-//! Work on candle's threads.
+//! Work on the threads of a rank.
 //!
-//! rayon and candle's `with_threadpool` are generic: each closure that they are given compiles thousands of lines of
-//! them again. Here they get a closure of one type.
-use candle_core::utils::{get_num_threads, with_threadpool};
+//! Each thread that computes, such as a rank, is a worker of a pool of its own, so ranks of one process do not share
+//! theirs, and the rank itself works too. candle's matrix products use the pool of the thread that calls them.
+//!
+//! rayon is generic: each closure that it is given compiles thousands of lines of it again. Here it gets closures of
+//! one type.
+use candle_core::utils::get_num_threads;
 use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use std::cell::OnceCell;
 use std::sync::{Mutex, PoisonError};
 
-/// Returns `run` of each part with its number, in order; computed by candle's threads, if the work is worth it.
+thread_local! {
+    /// The pool of this thread, which ends with it; none if the system has no threads for it.
+    static POOL: OnceCell<Option<ThreadPool>> = const { OnceCell::new() };
+}
+
+/// Pieces of work for each thread: threads that are done take pieces of others.
+const PIECES: usize = 8;
+
+/// Returns how many threads a large piece of work gets, and makes them this thread's.
+pub(super) fn threads() -> usize {
+    let threads = get_num_threads();
+    if threads > 1 && rayon::current_thread_index().is_none() {
+        // This thread is one of the workers. rayon keeps some kilobytes for it, also after its end.
+        let pool = || ThreadPoolBuilder::new().num_threads(threads).use_current_thread().build().ok();
+        POOL.with(|made| _ = made.get_or_init(pool));
+    }
+    threads
+}
+
+/// Returns `run` of each part with its number, in order; computed by several threads, if the work is worth it.
 ///
 /// All parts run, also after one whose result is an error.
 pub(super) fn map<P: Send, R: Send>(
@@ -14,7 +38,7 @@ pub(super) fn map<P: Send, R: Send>(
     parts: impl Iterator<Item = P>,
     run: impl Fn(usize, P) -> R + Sync,
 ) -> Vec<R> {
-    if is_worth_it && get_num_threads() > 1 {
+    if is_worth_it && threads() > 1 {
         on_threads(parts, run)
     } else {
         parts.enumerate().map(|(i, part)| run(i, part)).collect()
@@ -34,12 +58,14 @@ fn on_threads<P: Send, R: Send>(
     slots.into_iter().filter_map(|slot| slot.into_inner().unwrap_or_else(PoisonError::into_inner).1).collect()
 }
 
-/// Calls `run` with each number below `count`, on candle's threads.
+/// Calls `run` with each number below `count`, on the threads of this thread's pool.
 fn for_each(count: usize, run: &(dyn Fn(usize) + Sync)) {
-    with_threadpool(|| (0..count).into_par_iter().for_each(run));
+    let piece = (count / (PIECES * rayon::current_num_threads())).max(1);
+    (0..count).into_par_iter().with_max_len(piece).for_each(run);
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::*;
 
@@ -56,6 +82,23 @@ mod tests {
         assert_eq!(map(false, numbers.chunks_mut(7), add), wanted(3));
         assert_eq!(numbers, (3..1003).collect::<Vec<_>>());
         assert!(on_threads(std::iter::empty::<usize>(), |_, part| part).is_empty());
+    }
+
+    #[test]
+    fn each_thread_that_computes_has_a_pool_of_its_own() {
+        let workers = || {
+            let pool = ThreadPoolBuilder::new().num_threads(3).use_current_thread().build().unwrap();
+            let own = std::thread::current().id();
+            let others: Vec<_> = pool.broadcast(|_| std::thread::current().id());
+            assert!(others.contains(&own) && others.len() == 3);
+            let seen = on_threads(0..100, |_, _| std::thread::current().id());
+            assert!(seen.iter().all(|id| others.contains(id)));
+            others
+        };
+        let [a, b] = std::thread::scope(|scope| {
+            [scope.spawn(workers), scope.spawn(workers)].map(|thread| thread.join().unwrap())
+        });
+        assert!(a.iter().all(|id| !b.contains(id)));
     }
 
     #[test]

@@ -31,7 +31,6 @@ mod stream;
 
 use std::ops::Range;
 
-use candle_core::utils::get_num_threads;
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 use rand_chacha::ChaCha8Rng;
 use rand_core::RngCore;
@@ -173,7 +172,7 @@ fn draw_runs<T: WithDType>(
     let count = block.iter().map(Range::len).product();
     let mut values = vec![T::zero(); count];
     let fill = |block: &[Range<usize>], values: &mut [T]| fill(stream, global, block, words, &draw, values);
-    let threads = get_num_threads();
+    let threads = parallel::threads();
     if count < PARALLEL || threads == 1 {
         fill(block, &mut values);
         return values;

@@ -3,13 +3,15 @@
 use candle_core::cpu::erf::{erf_f32, erf_f64, erfc_f64};
 use candle_core::{DType, WithDType};
 
+use super::registers::Registers;
+
 /// Returns whether ops compute with this dtype, in itself or in f32.
 pub fn is_computed(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }
 
 /// A float compute type.
-pub trait Real: WithDType {
+pub trait Real: WithDType + Registers {
     /// Returns the square root.
     fn sqrt(self) -> Self;
 

@@ -38,6 +38,8 @@ pub(crate) struct Scheduler<T> {
 /// The bytes of the cache, of which texts take as many as their tokens need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CacheBudget {
+    /// The most tokens of a text.
+    pub(crate) room: usize,
     /// The tokens for which a text takes memory at a time.
     pub(crate) block: usize,
     /// The bytes of a text in its first block, with those that it takes whatever its length.
@@ -50,7 +52,7 @@ pub(crate) struct CacheBudget {
 
 impl CacheBudget {
     /// Memory for all that slots have room for.
-    const ALL: Self = Self { block: usize::MAX, first: 0, next: 0, most: 0 };
+    const ALL: Self = Self { room: usize::MAX, block: usize::MAX, first: 0, next: 0, most: 0 };
 
     /// The bytes of a text of so many tokens.
     pub(crate) fn of_text(&self, tokens: usize) -> usize {
@@ -176,16 +178,22 @@ impl<T> Scheduler<T> {
     /// Whether there is memory for one text more of so many tokens if nothing is kept of ended ones, and each
     /// can grow once.
     fn fits(&self, tokens: usize) -> bool {
-        let texts = self.slots.iter().filter(|slot| slot.text.is_some());
-        let growth = texts.clone().count().saturating_mul(self.memory.next);
-        let taken = texts.map(|slot| self.taken(slot)).fold(growth, usize::saturating_add);
-        taken.saturating_add(self.memory.of_text(tokens)) <= self.memory.most
+        let memory = &self.memory;
+        let grown = |slot: &CacheSlot<T>| {
+            memory.of_text(Self::needed(slot).saturating_add(memory.block).min(memory.room))
+        };
+        let texts = self.slots.iter().filter(|slot| slot.text.is_some()).map(grown);
+        texts.fold(memory.of_text(tokens), usize::saturating_add) <= memory.most
+    }
+
+    /// The tokens that a slot has, or needs to have room for.
+    fn needed(slot: &CacheSlot<T>) -> usize {
+        slot.cached.len().max(slot.text.as_ref().map_or(0, |text| text.tokens.len()))
     }
 
     /// The bytes that a slot has, or needs to go on.
     fn taken(&self, slot: &CacheSlot<T>) -> usize {
-        let needed = slot.text.as_ref().map_or(0, |text| text.tokens.len());
-        self.memory.of_text(slot.cached.len().max(needed))
+        self.memory.of_text(Self::needed(slot))
     }
 
     /// The bytes of all slots.

@@ -67,7 +67,7 @@ impl StagedDecoder {
             ),
             DecoderPurpose::Score => (declare::scorer(config, longest, &cut)?, 1),
         };
-        let schedule = ScheduleKind::GPipe.schedule(stages.size(), 1, microbatches)?.forward_only();
+        let schedule = ScheduleKind::GPipe.schedule(stages.size(), microbatches, 1)?.forward_only();
         let runtime = Runtime::new(&pipe, &schedule, stages, vb, vb.device())?.for_device_of(ctx)?;
         Ok(Self {
             runtime,

@@ -1,8 +1,15 @@
 //! Times of the fused kernels beside candle's composed operations, forward and backward, in f32.
+//!
+//! `--threads N` times each kernel on one rank of one thread, on one rank of `N` threads, and on `N` ranks that share the
+//! work.
 
+use std::process::Command;
 use std::time::Instant;
 
+use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{D, Device::Cpu, Result, Tensor, Var};
+use candle_dist::{RankContext, World};
+use candle_nn::{Optimizer, ParamsAdamW};
 use candle_shard::kernels;
 
 /// The least of several times in milliseconds.
@@ -36,7 +43,125 @@ fn randn(dims: &[usize]) -> Result<Var> {
     Var::from_tensor(&Tensor::randn(0f32, 1.0, dims, &Cpu)?)
 }
 
+/// The share of each rank of work that `ranks` ranks distribute, as closures that compute it once.
+type Shares = Vec<(&'static str, Box<dyn FnMut() -> Result<()>>)>;
+
+fn shares(ranks: usize) -> Result<Shares> {
+    let mut all: Shares = Vec::new();
+    let weight = randn(&[576])?;
+    let x = randn(&[1024 / ranks, 576])?;
+    all.push((
+        "rms_norm 1024x576, both passes",
+        Box::new(move || kernels::rms_norm(&x, &weight, 1e-5)?.backward().map(drop)),
+    ));
+    let x = randn(&[1024 / ranks, 1536])?;
+    all.push((
+        "gelu_erf 1024x1536, both passes",
+        Box::new(move || kernels::gelu_erf(&x)?.backward().map(drop)),
+    ));
+    let logits = randn(&[512 / ranks, 8192])?;
+    let targets = Tensor::from_iter((0..512 / ranks as u32).map(|i| i * 37 % 8192), &Cpu)?;
+    all.push((
+        "cross_entropy 512x8192, both passes",
+        Box::new(move || kernels::cross_entropy(&logits, &targets)?.backward().map(drop)),
+    ));
+    for (name, dims) in [
+        ("flash_attn 1x1024x8x64, both passes", [1, 1024, 8 / ranks, 64]),
+        ("flash_attn 8x128x8x32, both passes", [8, 128, 8 / ranks, 32]),
+    ] {
+        let (q, k, v) = (randn(&dims)?, randn(&dims)?, randn(&dims)?);
+        all.push((
+            name,
+            Box::new(move || kernels::flash_attn(&q, &k, &v, 0.125, true)?.backward().map(drop)),
+        ));
+    }
+    let (x, weight) = (randn(&[1024, 256])?, randn(&[1024 / ranks, 256])?);
+    all.push((
+        "linear 1024x256 -> 1024, both passes",
+        Box::new(move || kernels::linear(&x, &weight, None)?.backward().map(drop)),
+    ));
+    for (name, rows) in
+        [("quantized_linear 1x576 -> 49152, Q4_1", 1), ("quantized_linear 256x576 -> 1536, Q4_1", 256)]
+    {
+        let columns = if rows == 1 { 49152 } else { 1536 };
+        let weight = Tensor::randn(0f32, 1.0, (columns / ranks, 576), &Cpu)?;
+        let weight = kernels::QuantizedMatrix::new(QTensor::quantize(&weight, GgmlDType::Q4_1)?)?;
+        let x = Tensor::randn(0f32, 1.0, (rows, 576), &Cpu)?;
+        all.push((name, Box::new(move || kernels::quantized_linear(&x, &[&weight]).map(drop))));
+    }
+    let weight = randn(&[1024 / ranks, 1024])?;
+    let grads = weight.sum_all()?.backward()?;
+    let mut optimizer = kernels::AdamW::new(vec![weight], ParamsAdamW::default())?;
+    all.push(("AdamW 1024x1024", Box::new(move || optimizer.step(&grads))));
+    Ok(all)
+}
+
+/// Prints the milliseconds of each kernel, those of the slowest rank.
+fn time_shares(ranks: usize, threads: usize) -> Result<()> {
+    let on_rank = |ctx: &RankContext| -> candle_dist::Result<Vec<f64>> {
+        let mut times = Vec::new();
+        for (_, kernel) in &mut shares(ranks)? {
+            kernel()?;
+            ctx.group().barrier()?;
+            times.push(time(30, kernel)?);
+        }
+        Ok(times)
+    };
+    let world = World::threads(ranks).threads_per_rank(threads);
+    let of_ranks = world.run(on_rank).map_err(candle_core::Error::wrap)?;
+    for at in 0..of_ranks[0].len() {
+        println!("{}", of_ranks.iter().map(|times| times[at]).fold(0.0, f64::max));
+    }
+    Ok(())
+}
+
+/// Prints a table of ranks and threads. Each column is made by a process of its own, since threads belong to the process.
+fn compare(count: usize) -> Result<()> {
+    let mut columns = Vec::new();
+    for (ranks, threads) in [(1, 1), (1, count), (count, 1)] {
+        let mut child = Command::new(std::env::current_exe()?);
+        for name in ["CANDLE_NUM_THREADS", "RAYON_NUM_THREADS"] {
+            child.env(name, threads.to_string());
+        }
+        let output = child.args(["--ranks", &ranks.to_string(), &threads.to_string()]).output()?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let times: Vec<f64> = text.lines().filter_map(|line| line.parse().ok()).collect();
+        if !output.status.success()
+            || columns.first().is_some_and(|first: &Vec<f64>| first.len() != times.len())
+        {
+            candle_core::bail!(
+                "{ranks} ranks of {threads} threads: {}",
+                String::from_utf8_lossy(&output.stderr)
+            );
+        }
+        columns.push(times);
+    }
+    println!("milliseconds on ranks × threads, and how many times as fast as on one thread of one rank");
+    println!("{:<42}{:>9}{:>18}{:>18}", "kernel", "1 × 1", format!("1 × {count}"), format!("{count} × 1"));
+    for (at, (name, _)) in shares(1)?.iter().enumerate() {
+        let one = columns[0][at];
+        let cells =
+            columns[1..].iter().map(|times| format!("{:>10.3} ({:>4.2})", times[at], one / times[at]));
+        println!("{name:<42}{one:>9.3}{}", cells.map(|cell| format!("{cell:>18}")).collect::<String>());
+    }
+    Ok(())
+}
+
 fn main() -> Result<()> {
+    let given: Vec<String> = std::env::args().skip(1).collect();
+    let number = |text: &String| match text.parse() {
+        Ok(number @ 1..=8) => Ok(number),
+        _ => candle_core::bail!("{text} is no number from 1 to 8"),
+    };
+    match &given[..] {
+        [] => compare_with_composed(),
+        [flag, count] if flag == "--threads" => compare(number(count)?),
+        [flag, ranks, threads] if flag == "--ranks" => time_shares(number(ranks)?, number(threads)?),
+        _ => candle_core::bail!("give no flags, or --threads and a number"),
+    }
+}
+
+fn compare_with_composed() -> Result<()> {
     println!("milliseconds, {} thread(s)", candle_core::utils::get_num_threads());
     println!("{:<34}{:>9}{:>9}{:>12}{:>9}", "", "forward", "", "and backward", "");
     println!("{:<34}{:>9}{:>9}{:>12}{:>9}", "kernel", "composed", "fused", "composed", "fused");

@@ -85,9 +85,10 @@ pub struct Args {
     #[arg(long, value_name = "TEXT", help_heading = "Ranks")]
     pub layout: Option<StageLayout>,
 
-    /// Compute threads of each rank; keep ranks × threads within the number of cores
-    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
-    pub threads: usize,
+    /// Compute threads of each rank; keep ranks × threads within the number of cores [default: the cores divided by the
+    /// ranks of this machine]
+    #[arg(long, value_name = "N", help_heading = "Ranks")]
+    pub threads: Option<usize>,
 
     /// Backend that moves tensors between ranks; for processes, start one per rank with mpirun
     #[arg(long, value_name = "NAME", default_value = "threads", help_heading = "Ranks")]
@@ -203,7 +204,7 @@ impl Launched for Args {
         self.patience
     }
 
-    fn threads(&self) -> usize {
+    fn threads(&self) -> Option<usize> {
         self.threads
     }
 
@@ -225,7 +226,10 @@ impl Launched for Args {
             _ if self.command == Some(Command::Merge) => vec![("merge".into(), 1)],
             _ if self.command == Some(Command::BenchServe) => vec![("bench-serve".into(), 1)],
             training @ TrainArgs { dp, .. } if training.trains() => {
-                vec![(format!("--pp {pp} × --dp {dp}{tokens}{experts} × --tp {tp}"), pp * dp * cp * ep * tp)]
+                vec![(
+                    format!("--pp {pp} × --dp {dp}{tokens}{experts} × --tp {tp}"),
+                    self.model_ranks().saturating_mul(*dp),
+                )]
             }
             _ => {
                 let replicas = if self.dp() > 1 { format!(" × --dp {}", self.dp()) } else { String::new() };
@@ -253,7 +257,8 @@ impl Args {
 
     /// The ranks of all replicas over which a model that is not trained is cut.
     pub fn model_ranks(&self) -> usize {
-        self.dp() * self.pp * self.cp * self.ep * self.tp
+        // Also asked for before the flags are checked.
+        [self.pp, self.cp, self.ep, self.tp].into_iter().fold(self.dp(), usize::saturating_mul)
     }
 
     /// The replicas of a model that is not trained: those of a server.

@@ -30,7 +30,7 @@ impl Args {
             ("--cp", self.cp, MAX_RANKS),
             ("--ep", self.ep, MAX_RANKS),
             ("--dp", self.dp(), MAX_RANKS),
-            ("--threads", threads, 1024),
+            ("--threads", threads.unwrap_or(1), 1024),
             ("--max-tokens", max_tokens, MAX_TOKENS),
         ])?;
         if !self.training.trains() {

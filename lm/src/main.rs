@@ -152,7 +152,7 @@ fn loaded<T: Send>(
         ranks.is_first(),
         files.bytes(),
         || files.bytes_read(),
-        |loading| ranks.run(args.model_ranks(), args.threads, |ctx| f(ctx, loading)),
+        |loading| ranks.run(args.model_ranks(), |ctx| f(ctx, loading)),
     )
 }
 

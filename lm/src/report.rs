@@ -32,6 +32,8 @@ pub struct Report {
     pub tokens_per_s: f64,
     /// The ranks.
     pub ranks: usize,
+    /// The compute threads of each rank.
+    pub threads: usize,
     /// The bytes of all weights that each rank holds.
     pub bytes_per_rank: Vec<usize>,
 }
@@ -55,6 +57,7 @@ impl Report {
             prompt_tokens_per_s: per_second(task.prompt.len(), first.first),
             tokens_per_s: per_second(first.tokens.len().saturating_sub(1), first.rest),
             ranks: ranks.len(),
+            threads: candle_core::utils::get_num_threads(),
             bytes_per_rank: ranks.iter().map(|rank| rank.bytes).collect(),
         }
     }
@@ -71,8 +74,9 @@ impl std::fmt::Display for Report {
         };
         write!(
             f,
-            "{} ranks, {parameters} parameters each in {}, read in {:.1} s: {} tokens of prompt at {:.1} a second, {} new ones at {:.1} a second; {stop}",
+            "{} ranks, {} threads and {parameters} parameters each in {}, read in {:.1} s: {} tokens of prompt at {:.1} a second, {} new ones at {:.1} a second; {stop}",
             self.parameters.len(),
+            self.threads,
             self.dtype,
             self.load_seconds,
             self.prompt_tokens,

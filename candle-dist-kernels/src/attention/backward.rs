@@ -1,15 +1,16 @@
 //! The gradient of attention over a block of keys, with scores that are computed again.
 use super::Scale;
 use super::forward::{SoftmaxNorms, tiles, within};
-use super::heads::{AttentionSizes, into_head, queries_at_once};
+use super::heads::{AttentionSizes, BLOCK, HeadPiece, TILE, blocks, queries_at_once};
 use super::visible::{Visible, union};
 use crate::{
     TensorReader,
-    product::product,
+    product::{LeftOperand, ProductRows, RightOperand},
     real::Real,
-    rows::{add_assign, by_blocks, sum_zip},
+    rows::{add_assign, sum_zip, vectorised},
 };
-use candle_core::{Layout, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
+use std::ops::Range;
 
 /// Returns the product of each row of the result with its gradient, less the gradient of the logarithm behind the `width` values of a
 /// row, if there is one: a score moves the logarithm by its weight, as it moves the product.
@@ -45,6 +46,9 @@ pub struct AttentionBackward<'a, T> {
     pub scale: Scale,
 }
 
+/// Pieces of work from which on the keys of a head are not cut further. Each cut takes memory for the gradient of the query.
+const PIECES: usize = 16;
+
 /// Adds the gradients through a block of keys and values, which are the rows from `first` on of those that `of_keys` is for.
 ///
 /// `of_keys` has for each element of the batch the gradient of all keys, then that of all values.
@@ -55,107 +59,221 @@ pub(super) fn over<T: Real>(
     of_query: &mut [T],
     of_keys: &mut [T],
 ) -> Result<()> {
-    let AttentionBackward { norms, inner, scale, .. } = *work;
     let [q, k, v, grad] = [work.query, k, v, work.grad].map(TensorReader::new);
     let Some(sizes) = AttentionSizes::of(q.layout.dims(), k.layout.dims(), v.layout.dims()) else {
         bail!("flash_attn: shapes do not fit")
     };
-    let AttentionSizes { queries, heads, kv_heads, dim, width, .. } = sizes;
+    let AttentionSizes { batch, queries, keys, heads, kv_heads, dim, width } = sizes;
     if sizes.is_empty() {
         return Ok(());
     }
-    let rest = scale.rest::<T>();
     let at_once = queries_at_once::<T>(visible, &[&q, &k, &grad])?;
-    sizes.each_with([of_query, of_keys], |b, [dq, of_keys]| {
-        let ranges = visible.of(b);
+    // The cuts follow from the sizes alone, and so do the sums.
+    let cuts = PIECES.div_ceil(batch * kv_heads).min(keys.div_ceil(2 * TILE));
+    let size = keys.div_ceil(cuts).next_multiple_of(TILE);
+    let pieces = sizes.pieces(keys, size);
+    let per_head = keys.div_ceil(size);
+    let [mut of_key, mut of_value] = [Vec::new(), Vec::new()];
+    for of_keys in of_keys.chunks_exact_mut(of_keys.len() / batch) {
         let (dk, dv) = of_keys.split_at_mut(of_keys.len() / (dim + width) * dim);
-        for h in 0..heads {
-            let g = sizes.key_head(h);
-            let (q, k, v, grad) = (q.head(b, h)?, k.head(b, g)?, v.head(b, g)?, grad.head(b, h)?);
-            for rows in sizes.blocks(at_once) {
-                for tile in tiles(union(&ranges[rows.clone()]), rows.len()) {
-                    let keys = tile.len();
-                    let (these, keys_of) = (q.rows(rows.clone()), k.rows(tile.clone()));
-                    let scores = product(q.storage, &these, k.storage, &keys_of.transpose(0, 1)?)?;
-                    let mut weights = T::cpu_storage_data(scores)?;
-                    let values = v.rows(tile.clone()).transpose(0, 1)?;
-                    let scores = product(grad.storage, &grad.rows(rows.clone()), v.storage, &values)?;
-                    let mut scores = T::cpu_storage_data(scores)?;
-                    let row_of = |i: usize| (b * queries + rows.start + i) * heads + h;
-                    // A capped score is flatter the nearer it is to the cap.
-                    let slopes: Option<Vec<T>> = scale.cap.map(|_| {
-                        scale.cap_row(&mut weights);
-                        weights.iter().map(|&score| scale.slope(score)).collect()
-                    });
-                    let factor = T::from_f64(scale.factor);
-                    by_blocks(
-                        &mut weights,
-                        keys,
-                        keys,
-                        #[inline(always)]
-                        |first, weights| {
-                            for (i, row) in weights.chunks_exact_mut(keys).enumerate() {
-                                let (from, to) = within(&ranges[rows.start + first + i], &tile);
+        for (sums, all, columns) in [(&mut of_key, dk, dim), (&mut of_value, dv, width)] {
+            let all = &mut all[first * kv_heads * columns..][..keys * kv_heads * columns];
+            sums.extend(HeadPiece::cut(all, [keys, kv_heads, columns], [per_head, size]));
+        }
+    }
+    let parts = sizes.each(pieces.iter().zip(of_key).zip(of_value), |((piece, dk), dv)| {
+        over_piece(work, [&q, &k, &v, &grad], (&sizes, piece), (visible, at_once), [dk, dv])
+    })?;
+    let of_element = (queries * heads * dim).max(1);
+    let rows = of_query.chunks_mut(of_element).enumerate().flat_map(|(b, of_query)| {
+        of_query.chunks_mut(BLOCK * heads * dim).enumerate().map(move |(i, rows)| (b, i * BLOCK, rows))
+    });
+    let parts = parts.chunks_exact(per_head);
+    sizes.each(rows, |(b, start, rows)| {
+        // The gradients through later keys follow those through earlier ones.
+        for (g, parts) in parts.clone().skip(b * kv_heads).take(kv_heads).enumerate() {
+            parts.iter().for_each(|part| part.add(rows, start, [g * sizes.group(), heads, dim]));
+        }
+        Ok(())
+    })?;
+    Ok(())
+}
+
+/// The gradient of some queries of the heads that a key head serves, through some of its keys: head by head.
+struct QueryPart<T> {
+    queries: Range<usize>,
+    elements: Vec<T>,
+}
+
+impl<T: Real> QueryPart<T> {
+    /// Adds this to the rows of queries `[rows, heads, dim]` from `start` on, from a head on.
+    fn add(&self, rows: &mut [T], start: usize, [first, heads, dim]: [usize; 3]) {
+        let count = self.queries.len();
+        for (query, row) in (start..).zip(rows.chunks_exact_mut(heads * dim)) {
+            if !self.queries.contains(&query) {
+                continue;
+            }
+            let of_heads = self.elements.chunks_exact(count * dim);
+            for (row, part) in row.chunks_exact_mut(dim).skip(first).zip(of_heads) {
+                add_assign(row, &part[(query - self.queries.start) * dim..][..dim]);
+            }
+        }
+    }
+}
+
+/// Adds the gradients of the keys and the values of a piece to their rows, and returns that of the queries.
+fn over_piece<T: Real>(
+    work: &AttentionBackward<'_, T>,
+    [q, k, v, grad]: [&TensorReader<'_>; 4],
+    (sizes, piece): (&AttentionSizes, &HeadPiece),
+    (visible, at_once): (&Visible, usize),
+    [mut dk, mut dv]: [Vec<&mut [T]>; 2],
+) -> Result<QueryPart<T>> {
+    let HeadPiece { batch, kv_head, rows: keys } = piece;
+    let AttentionSizes { heads, dim, width, queries, .. } = *sizes;
+    let (ranges, group) = (visible.of(*batch), sizes.group());
+    let sees = |range: &Range<usize>| range.start.max(keys.start) < range.end.min(keys.end);
+    let seen_by = hull(ranges, sees);
+    let zeros = |len: usize| vec![T::zero(); len];
+    let count = seen_by.len();
+    let mut made = QueryPart { queries: seen_by.clone(), elements: zeros(group * count * dim) };
+    let seen = union(&ranges[seen_by.clone()]);
+    let seen = seen.start.max(keys.start)..seen.end.min(keys.end);
+    if seen.is_empty() {
+        return Ok(made);
+    }
+    let (k, v) = (k.head::<T>(*batch, *kv_head)?, v.head::<T>(*batch, *kv_head)?);
+    let [mut keys_turned, mut key_rows, mut values, mut query_rows, mut grad_rows] =
+        [(); 5].map(|()| RightOperand::new());
+    let block = BLOCK.min(count);
+    let mut copies = [zeros(block * dim), zeros(block * width)];
+    let [mut weights, mut scores] = [(); 2].map(|()| zeros(block * TILE.min(seen.len())));
+    let mut sums = [zeros(TILE.min(seen.len()) * dim), zeros(TILE.min(seen.len()) * width)];
+    for tile in tiles(seen) {
+        k.pack(&tile, true, &mut keys_turned);
+        k.pack(&tile, false, &mut key_rows);
+        v.pack(&tile, true, &mut values);
+        sums.iter_mut().for_each(|sums| sums.fill(T::zero()));
+        for h in 0..group {
+            let head = kv_head * group + h;
+            let (q, grad) = (q.head::<T>(*batch, head)?, grad.head::<T>(*batch, head)?);
+            for rows in aligned_blocks(seen_by.clone(), at_once) {
+                let ranges = &ranges[rows.clone()];
+                let (from, to) = within(&union(ranges), &tile);
+                if from == to {
+                    continue;
+                }
+                q.copy(rows.clone(), &mut copies[0]);
+                grad.copy(rows.clone(), &mut copies[1]);
+                q.pack(&rows, false, &mut query_rows);
+                grad.pack(&rows, false, &mut grad_rows);
+                let needed = |some: Range<usize>| {
+                    let (from, to) = within(&union(&ranges[some]), &tile);
+                    from..to
+                };
+                let (count, len) = (rows.len(), tile.len());
+                let weights = &mut weights[..count * len];
+                let scores = &mut scores[..count * len];
+                for (out, copy, right, inner) in [
+                    (&mut *weights, &copies[0], &keys_turned, dim),
+                    (&mut *scores, &copies[1], &values, width),
+                ] {
+                    ProductRows {
+                        left: LeftOperand { elements: copy, strides: [inner, 1] },
+                        right,
+                        rows: 0..count,
+                        needed: &|some| [0..inner, needed(some)],
+                        width: len,
+                        adds: false,
+                    }
+                    .write(out);
+                }
+                vectorised(
+                    #[inline(always)]
+                    || {
+                        let pairs = weights.chunks_exact_mut(len).zip(scores.chunks_exact_mut(len));
+                        for (i, (weights, scores)) in pairs.enumerate() {
+                            let (from, to) = within(&ranges[i], &tile);
+                            for row in [&mut *weights, &mut *scores] {
                                 row[..from].fill(T::zero());
                                 row[to..].fill(T::zero());
-                                let (top, sum) = (norms.top[row_of(first + i)], norms.sum[row_of(first + i)]);
-                                let norm = if sum == T::zero() { T::zero() } else { T::one() / sum };
-                                for v in &mut row[from..to] {
-                                    *v = norm * ((*v - top) * rest).exp_neg(T::zero());
-                                }
                             }
-                        },
-                    );
-                    by_blocks(
-                        &mut scores,
-                        keys,
-                        keys,
-                        #[inline(always)]
-                        |first, scores| {
-                            let pairs =
-                                scores.chunks_exact_mut(keys).zip(weights[first * keys..].chunks_exact(keys));
-                            for (i, (scores, weights)) in pairs.enumerate() {
-                                let (from, to) = within(&ranges[rows.start + first + i], &tile);
-                                scores[..from].fill(T::zero());
-                                scores[to..].fill(T::zero());
-                                let inner = inner[row_of(first + i)];
-                                for (score, &weight) in scores[from..to].iter_mut().zip(&weights[from..to]) {
-                                    *score = factor * weight * (*score - inner);
-                                }
-                                if let Some(slopes) = &slopes {
-                                    let slopes = &slopes[(first + i) * keys..][from..to];
-                                    for (score, &slope) in scores[from..to].iter_mut().zip(slopes) {
-                                        *score *= slope;
-                                    }
-                                }
-                            }
-                        },
-                    );
-                    let (weights, scores) =
-                        (T::to_cpu_storage_owned(weights), T::to_cpu_storage_owned(scores));
-                    let block = Layout::contiguous((rows.len(), keys));
-                    let turned = block.transpose(0, 1)?;
-                    let part = product(&scores, &block, k.storage, &keys_of)?;
-                    let place = ((rows.start * heads + h) * dim, heads * dim, dim);
-                    into_head::<T>(dq, T::cpu_storage_as_slice(&part)?, place, add_assign);
-                    let row = (first + tile.start) * kv_heads + g;
-                    let part = product(&scores, &turned, q.storage, &these)?;
-                    into_head::<T>(
-                        dk,
-                        T::cpu_storage_as_slice(&part)?,
-                        (row * dim, kv_heads * dim, dim),
-                        add_assign,
-                    );
-                    let part = product(&weights, &turned, grad.storage, &grad.rows(rows.clone()))?;
-                    into_head::<T>(
-                        dv,
-                        T::cpu_storage_as_slice(&part)?,
-                        (row * width, kv_heads * width, width),
-                        add_assign,
-                    );
+                            let row = (batch * queries + rows.start + i) * heads + head;
+                            work.of_row(row, &mut weights[from..to], &mut scores[from..to]);
+                        }
+                    },
+                );
+                let at = (h * seen_by.len() + rows.start - seen_by.start) * dim;
+                ProductRows {
+                    left: LeftOperand { elements: scores, strides: [len, 1] },
+                    right: &key_rows,
+                    rows: 0..count,
+                    needed: &|some| [needed(some), 0..dim],
+                    width: dim,
+                    adds: true,
+                }
+                .write(&mut made.elements[at..][..count * dim]);
+                // The queries of the block that see one of some keys of the tile.
+                let seen_by = |some: Range<usize>| {
+                    hull(ranges, |range| {
+                        let (from, to) = within(range, &tile);
+                        from.max(some.start) < to.min(some.end)
+                    })
+                };
+                let [of_key, of_value] = &mut sums;
+                for (out, left, right, columns) in
+                    [(of_key, &*scores, &query_rows, dim), (of_value, &*weights, &grad_rows, width)]
+                {
+                    ProductRows {
+                        left: LeftOperand { elements: left, strides: [1, len] },
+                        right,
+                        rows: from..to,
+                        needed: &|some| [seen_by(some), 0..columns],
+                        width: columns,
+                        adds: true,
+                    }
+                    .write(out);
                 }
             }
         }
-        Ok(())
-    })
+        let of_tile = tile.start - keys.start..tile.end - keys.start;
+        for (rows, sums, columns) in [(&mut dk, &sums[0], dim), (&mut dv, &sums[1], width)] {
+            for (row, sums) in rows[of_tile.clone()].iter_mut().zip(sums.chunks_exact(columns)) {
+                add_assign(row, sums);
+            }
+        }
+    }
+    Ok(made)
+}
+
+/// The blocks of queries that [`queries_at_once`] judged, as far as they are in a range.
+fn aligned_blocks(rows: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
+    blocks(rows.start / size * size..rows.end, size).map(move |block| block.start.max(rows.start)..block.end)
+}
+
+/// The smallest range that has all numbers of ranges which `is_in` accepts.
+fn hull(ranges: &[Range<usize>], is_in: impl Fn(&Range<usize>) -> bool) -> Range<usize> {
+    let first = ranges.iter().position(&is_in).unwrap_or(0);
+    first..ranges.iter().rposition(is_in).map_or(first, |last| last + 1)
+}
+
+impl<T: Real> AttentionBackward<'_, T> {
+    /// Turns the products of a query and keys into weights, and those of its gradient and values into the gradients of the products.
+    #[inline(always)]
+    fn of_row(&self, row: usize, weights: &mut [T], scores: &mut [T]) {
+        let Self { norms, inner, scale, .. } = *self;
+        let (rest, factor, inner) = (scale.rest::<T>(), T::from_f64(scale.factor), inner[row]);
+        let (top, sum) = (norms.top[row], norms.sum[row]);
+        let norm = if sum == T::zero() { T::zero() } else { T::one() / sum };
+        if scale.cap.is_some() {
+            // A capped score is flatter the nearer it is to the cap.
+            scale.cap_row(weights);
+            let pairs = scores.iter_mut().zip(&*weights);
+            pairs.for_each(|(score, &capped)| *score = (*score - inner) * scale.slope::<T>(capped) + inner);
+        }
+        for (weight, score) in weights.iter_mut().zip(scores) {
+            *weight = norm * ((*weight - top) * rest).exp_neg(T::zero());
+            *score = factor * *weight * (*score - inner);
+        }
+    }
 }

@@ -1,10 +1,10 @@
 //! Attention of single queries, each over keys and values of its own.
 use super::Scale;
-use super::forward::{log_sum, soften};
+use super::forward::log_sum;
 use crate::element::Element;
 use crate::few_rows::{STREAMS, dots};
 use crate::real::Real;
-use crate::rows::vectorised;
+use crate::rows::{max, min, sum, vectorised};
 use crate::{TensorReader, compute_dtype, cpu, parallel};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::{bf16, f16};
@@ -187,6 +187,24 @@ fn attend<T: Real, E: Element<Real = T>>(
         mix(scores, &values, out);
         logarithm.iter_mut().for_each(|logarithm| *logarithm = log_sum(norms, scale.rest()));
     }
+}
+
+/// Replaces a row by the softmax of `row · scale`, and returns its largest element and the sum of the exponentials.
+#[inline(always)]
+fn soften<T: Real>(row: &mut [T], scale: T) -> (T, T) {
+    if row.is_empty() {
+        return (T::zero(), T::zero());
+    }
+    let top = if scale < T::zero() { min(row) } else { max(row) };
+    for v in row.iter_mut() {
+        *v = ((*v - top) * scale).exp_neg(T::zero());
+    }
+    let total = sum(row, |v| v);
+    let norm = T::one() / total;
+    for v in row.iter_mut() {
+        *v *= norm;
+    }
+    (top, total)
 }
 
 /// Adds the weighted rows of the values to `out`, in their order.

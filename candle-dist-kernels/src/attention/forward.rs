@@ -1,14 +1,14 @@
 //! Attention over a block of keys, and results over several blocks joined.
 use super::Scale;
-use super::heads::{AttentionSizes, into_head, queries_at_once};
+use super::heads::{AttentionSizes, BLOCK, HeadPiece, TILE, blocks, queries_at_once};
 use super::visible::{Visible, union};
 use crate::{
     TensorReader,
-    product::product,
+    product::{LeftOperand, ProductRows, RightOperand},
     real::Real,
-    rows::{by_blocks, max, min, sum},
+    rows::{max, min, sum, vectorised},
 };
-use candle_core::{Layout, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
 
 /// What the softmax of each row divided by: the largest score (before scaling, if there is no cap), and the sum of the exponentials relative
@@ -48,70 +48,27 @@ impl<T: Real> Partial<T> {
         if sizes.is_empty() {
             return Ok(Self::nothing(&sizes));
         }
-        let AttentionSizes { queries, heads, width, .. } = sizes;
-        let rest = scale.rest();
-        let at_once = queries_at_once::<T>(visible, &[&v])?;
-        let parts = sizes.each(|b| {
-            let ranges = visible.of(b);
-            let mut part = Self::nothing(&AttentionSizes { batch: 1, ..sizes });
-            for h in 0..heads {
-                let g = sizes.key_head(h);
-                let (q, k, v) = (q.head(b, h)?, k.head(b, g)?, v.head(b, g)?);
-                for rows in sizes.blocks(at_once) {
-                    let mut whole: Option<Self> = None;
-                    for tile in tiles(union(&ranges[rows.clone()]), rows.len()) {
-                        let keys = tile.len();
-                        let keys_of = k.rows(tile.clone()).transpose(0, 1)?;
-                        let scores = product(q.storage, &q.rows(rows.clone()), k.storage, &keys_of)?;
-                        let mut scores = T::cpu_storage_data(scores)?;
-                        let found = by_blocks(
-                            &mut scores,
-                            keys,
-                            keys,
-                            #[inline(always)]
-                            |first, scores| {
-                                let mut found = Vec::with_capacity(scores.len() / keys);
-                                for (row, range) in
-                                    scores.chunks_exact_mut(keys).zip(&ranges[rows.start + first..])
-                                {
-                                    let (from, to) = within(range, &tile);
-                                    row[..from].fill(T::zero());
-                                    row[to..].fill(T::zero());
-                                    scale.cap_row(&mut row[from..to]);
-                                    found.push(soften(&mut row[from..to], rest));
-                                }
-                                found
-                            },
-                        );
-                        let (top, sum) = found.into_iter().flatten().unzip();
-                        let (weights, dense) =
-                            (T::to_cpu_storage_owned(scores), Layout::contiguous((rows.len(), keys)));
-                        let mixed = product(&weights, &dense, v.storage, &v.rows(tile))?;
-                        let made = Self {
-                            out: T::cpu_storage_data(mixed)?,
-                            norms: SoftmaxNorms { top, sum },
-                            width,
-                        };
-                        match &mut whole {
-                            Some(whole) => whole.join(made, scale),
-                            None => whole = Some(made),
-                        }
-                    }
-                    let Some(whole) = whole else { continue };
-                    for (i, (&top, &sum)) in rows.clone().zip(whole.norms.top.iter().zip(&whole.norms.sum)) {
-                        (part.norms.top[i * heads + h], part.norms.sum[i * heads + h]) = (top, sum);
-                    }
-                    let place = ((rows.start * heads + h) * width, heads * width, width);
-                    into_head::<T>(&mut part.out, &whole.out, place, |out, mixed| out.copy_from_slice(mixed));
-                }
-            }
-            Ok(part)
+        let AttentionSizes { queries, heads, kv_heads, width, .. } = sizes;
+        let (group, at_once) = (sizes.group(), queries_at_once::<T>(visible, &[&v])?);
+        let mut whole = Self::nothing(&sizes);
+        let pieces = sizes.pieces(queries, PIECE);
+        let rows = HeadPiece::cut(
+            &mut whole.out,
+            [queries, kv_heads, group * width],
+            [queries.div_ceil(PIECE), PIECE],
+        );
+        let norms = sizes.each(pieces.iter().zip(rows), |(piece, rows)| {
+            over_piece([&q, &k, &v], (&sizes, piece), scale, (visible, at_once), rows)
         })?;
-        debug_assert_eq!(parts.len() * queries * heads, sizes.rows());
-        let norm =
-            |of: fn(&Self) -> &Vec<T>| parts.iter().map(|part| &of(part)[..]).collect::<Vec<_>>().concat();
-        let norms = SoftmaxNorms { top: norm(|part| &part.norms.top), sum: norm(|part| &part.norms.sum) };
-        Ok(Self { out: norm(|part| &part.out), norms, width })
+        for (piece, norms) in pieces.iter().zip(norms) {
+            let count = piece.rows.len();
+            for (at, (top, sum)) in norms.top.into_iter().zip(norms.sum).enumerate() {
+                let (head, query) = (piece.kv_head * group + at / count, piece.rows.start + at % count);
+                let row = (piece.batch * queries + query) * heads + head;
+                (whole.norms.top[row], whole.norms.sum[row]) = (top, sum);
+            }
+        }
+        Ok(whole)
     }
 
     /// Returns the rows, each with the logarithm of the sum of the exponentials of its scores behind it; -∞ without a visible key.
@@ -177,13 +134,105 @@ pub(super) fn log_sum<T: Real>((top, sum): (T, T), rest: T) -> T {
     if sum == T::zero() { T::from_f64(f64::NEG_INFINITY) } else { top * rest + sum.ln() }
 }
 
-/// The scores of a tile, which stay in a core's L2 cache with what is made of them.
-const TILE: usize = 32 << 10;
+/// Queries of a head that meet a tile of keys while it is packed.
+const PIECE: usize = 256;
 
-/// Cuts the keys that some queries see into tiles.
-pub(super) fn tiles(seen: Range<usize>, queries: usize) -> impl Iterator<Item = Range<usize>> {
-    let (size, end) = ((TILE / queries.max(1)).max(1), seen.end);
-    seen.step_by(size).map(move |start| start..(start + size).min(end))
+/// Computes the queries of a piece for each head of its group; `out` has a row of all of them for each query. Returns
+/// the norms, head by head.
+fn over_piece<T: Real>(
+    [q, k, v]: [&TensorReader<'_>; 3],
+    (sizes, piece): (&AttentionSizes, &HeadPiece),
+    scale: Scale,
+    (visible, at_once): (&Visible, usize),
+    out: Vec<&mut [T]>,
+) -> Result<SoftmaxNorms<T>> {
+    let HeadPiece { batch, kv_head, rows: queries } = piece;
+    let (count, group) = (queries.len(), sizes.group());
+    let AttentionSizes { dim, width, .. } = *sizes;
+    let zeros = |len: usize| vec![T::zero(); len];
+    let mut norms = SoftmaxNorms { top: zeros(group * count), sum: zeros(group * count) };
+    let ranges = &visible.of(*batch)[queries.clone()];
+    let seen = union(ranges);
+    if seen.is_empty() {
+        return Ok(norms);
+    }
+    let mut query = zeros(group * count * dim);
+    for (h, query) in query.chunks_exact_mut(count * dim).enumerate() {
+        q.head(*batch, kv_head * group + h)?.copy(queries.clone(), query);
+    }
+    let (k, v) = (k.head::<T>(*batch, *kv_head)?, v.head::<T>(*batch, *kv_head)?);
+    let (mut keys, mut values) = (RightOperand::new(), RightOperand::new());
+    let mut scores = zeros(BLOCK.min(count) * TILE.min(sizes.keys));
+    let mut mixed = zeros(group * count * width);
+    for tile in tiles(seen) {
+        k.pack(&tile, true, &mut keys);
+        v.pack(&tile, false, &mut values);
+        for h in 0..group {
+            for rows in blocks(0..count, at_once) {
+                let ranges = &ranges[rows.clone()];
+                let (from, to) = within(&union(ranges), &tile);
+                if from == to {
+                    continue;
+                }
+                let needed = |some: Range<usize>| {
+                    let (from, to) = within(&union(&ranges[some]), &tile);
+                    from..to
+                };
+                let first = h * count + rows.start;
+                let scores = &mut scores[..rows.len() * tile.len()];
+                ProductRows {
+                    left: LeftOperand { elements: &query[first * dim..], strides: [dim, 1] },
+                    right: &keys,
+                    rows: 0..rows.len(),
+                    needed: &|some| [0..dim, needed(some)],
+                    width: tile.len(),
+                    adds: false,
+                }
+                .write(scores);
+                let (top, sum) = (&mut norms.top[first..], &mut norms.sum[first..]);
+                let mixed = &mut mixed[first * width..][..rows.len() * width];
+                vectorised(
+                    #[inline(always)]
+                    || {
+                        let rows = scores.chunks_exact_mut(tile.len()).zip(mixed.chunks_exact_mut(width));
+                        for (i, (scores, mixed)) in rows.enumerate() {
+                            let (from, to) = within(&ranges[i], &tile);
+                            scores[..from].fill(T::zero());
+                            scores[to..].fill(T::zero());
+                            let scores = &mut scores[from..to];
+                            scale.cap_row(scores);
+                            add_exponentials(scores, scale.rest(), (&mut top[i], &mut sum[i]), mixed);
+                        }
+                    },
+                );
+                ProductRows {
+                    left: LeftOperand { elements: scores, strides: [tile.len(), 1] },
+                    right: &values,
+                    rows: 0..rows.len(),
+                    needed: &|some| [needed(some), 0..width],
+                    width,
+                    adds: true,
+                }
+                .write(mixed);
+            }
+        }
+    }
+    for (i, out) in out.into_iter().enumerate() {
+        for (h, out) in out.chunks_exact_mut(width).enumerate() {
+            let row = h * count + i;
+            if norms.sum[row] != T::zero() {
+                let norm = T::one() / norms.sum[row];
+                out.iter_mut().zip(&mixed[row * width..]).for_each(|(out, &mixed)| *out = norm * mixed);
+            }
+        }
+    }
+    Ok(norms)
+}
+
+/// Cuts the keys that some queries see into tiles, whose ends do not depend on the queries.
+pub(super) fn tiles(seen: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let first = seen.start / TILE;
+    (first..seen.end.div_ceil(TILE)).map(move |i| (i * TILE).max(seen.start)..((i + 1) * TILE).min(seen.end))
 }
 
 /// The part of a row's range that lies in a tile, counted from the tile's start.
@@ -193,20 +242,25 @@ pub(super) fn within(range: &Range<usize>, tile: &Range<usize>) -> (usize, usize
     if range.is_empty() { (0, 0) } else { (at(range.start), at(range.end)) }
 }
 
-/// Replaces a row by the softmax of `row · scale`, and returns its largest element and the sum of the exponentials.
+/// Replaces scores by their exponentials relative to the largest score so far, and adds them to the sum. If the largest
+/// score changes, the sum and what was mixed with the exponentials so far follow it.
 #[inline(always)]
-pub(super) fn soften<T: Real>(row: &mut [T], scale: T) -> (T, T) {
+fn add_exponentials<T: Real>(row: &mut [T], scale: T, (top, total): (&mut T, &mut T), mixed: &mut [T]) {
     if row.is_empty() {
-        return (T::zero(), T::zero());
+        return;
     }
-    let top = if scale < T::zero() { min(row) } else { max(row) };
+    let here = if scale < T::zero() { min(row) } else { max(row) };
+    if *total == T::zero() {
+        *top = here;
+    } else if (here > *top) == (scale > T::zero()) && here != *top {
+        let part = ((*top - here) * scale).exp_neg(T::zero());
+        *total *= part;
+        mixed.iter_mut().for_each(|mixed| *mixed *= part);
+        *top = here;
+    }
+    let largest = *top;
     for v in row.iter_mut() {
-        *v = ((*v - top) * scale).exp_neg(T::zero());
+        *v = ((*v - largest) * scale).exp_neg(T::zero());
     }
-    let total = sum(row, |v| v);
-    let norm = T::one() / total;
-    for v in row.iter_mut() {
-        *v *= norm;
-    }
-    (top, total)
+    *total += sum(row, |v| v);
 }

@@ -1,13 +1,16 @@
 //! The rows of one head in memory, and the sizes of attention.
 use super::visible::Visible;
-use crate::{TensorReader, cpu, parallel, real::Real, rows::sum};
-use candle_core::{CpuStorage, Layout, Result, bail};
+use crate::{TensorReader, cpu, parallel, product::RightOperand, real::Real, rows::sum};
+use candle_core::{Layout, Result, bail};
 use std::ops::Range;
 
 /// Queries per block: their scores stay in a core's L2 cache.
-const BLOCK: usize = 64;
+pub(super) const BLOCK: usize = 64;
 
-/// The number of multiplications from which the batch is distributed over threads.
+/// Keys per tile: what is packed of their rows stays in a core's L2 cache with the scores.
+pub(super) const TILE: usize = 256;
+
+/// The number of multiplications from which the work is distributed over threads.
 const PARALLEL: usize = 1 << 20;
 
 /// The sizes of a query `[batch, q, heads, dim]`, a key `[batch, k, kv_heads, dim]` and a value `[batch, k, kv_heads,
@@ -44,39 +47,67 @@ impl AttentionSizes {
         self.batch * self.queries * self.heads
     }
 
-    /// The key head of a query head.
-    pub(super) fn key_head(&self, head: usize) -> usize {
-        head / (self.heads / self.kv_heads)
+    /// The query heads that a key head serves.
+    pub(super) fn group(&self) -> usize {
+        self.heads / self.kv_heads
     }
 
-    /// Returns blocks of `size` queries.
-    pub(super) fn blocks(&self, size: usize) -> impl Iterator<Item = Range<usize>> {
-        let queries = self.queries;
-        (0..queries).step_by(size).map(move |start| start..(start + size).min(queries))
+    /// Returns the work on each key head of each element of the batch, with `rows` rows cut into pieces of `size`.
+    pub(super) fn pieces(&self, rows: usize, size: usize) -> Vec<HeadPiece> {
+        let heads = (0..self.batch).flat_map(|batch| (0..self.kv_heads).map(move |kv_head| (batch, kv_head)));
+        heads
+            .flat_map(|(batch, kv_head)| {
+                blocks(0..rows, size).map(move |rows| HeadPiece { batch, kv_head, rows })
+            })
+            .collect()
     }
 
-    /// Calls `run` for each element of the batch, on several threads if that is faster.
-    pub(super) fn each<R: Send>(&self, run: impl Fn(usize) -> Result<R> + Sync) -> Result<Vec<R>> {
-        parallel::map(self.is_shared_work(), 0..self.batch, |_, b| run(b)).into_iter().collect()
-    }
-}
-
-impl AttentionSizes {
-    /// Calls `run` for each element of the batch with its parts of two lists, on several threads if that is faster.
-    pub(super) fn each_with<T: Send>(
+    /// Calls `run` for each piece with what belongs to it, on several threads if that is faster.
+    pub(super) fn each<P: Send, R: Send>(
         &self,
-        [a, b]: [&mut [T]; 2],
-        run: impl Fn(usize, [&mut [T]; 2]) -> Result<()> + Sync,
-    ) -> Result<()> {
-        let [len_a, len_b] = [a.len(), b.len()].map(|len| (len / self.batch).max(1));
-        let parts = a.chunks_mut(len_a).zip(b.chunks_mut(len_b));
-        parallel::map(self.is_shared_work(), parts, |i, (a, b)| run(i, [a, b])).into_iter().collect()
+        pieces: impl Iterator<Item = P>,
+        run: impl Fn(P) -> Result<R> + Sync,
+    ) -> Result<Vec<R>> {
+        parallel::map(self.is_shared_work(), pieces, |_, piece| run(piece)).into_iter().collect()
     }
 
-    /// Whether the batch is worth several threads.
+    /// Whether the work is worth several threads.
     fn is_shared_work(&self) -> bool {
         self.batch * self.heads * self.queries * self.keys * (self.dim + self.width) >= PARALLEL
     }
+}
+
+/// Some rows of one key head of an element of the batch: queries of all heads that it serves, or keys.
+#[derive(Debug, Clone)]
+pub(super) struct HeadPiece {
+    pub(super) batch: usize,
+    pub(super) kv_head: usize,
+    pub(super) rows: Range<usize>,
+}
+
+impl HeadPiece {
+    /// Gives each piece its rows of `[batch, rows, kv_heads, width]`, of which `width` is not 0. The rows of a key head are
+    /// cut into `pieces` of `size` rows.
+    pub(super) fn cut<T>(
+        all: &mut [T],
+        [rows, kv_heads, width]: [usize; 3],
+        [pieces, size]: [usize; 2],
+    ) -> Vec<Vec<&mut [T]>> {
+        let count = (all.len() / width).checked_div(rows * kv_heads).unwrap_or(0) * kv_heads * pieces;
+        let mut cut: Vec<Vec<_>> = (0..count).map(|_| Vec::with_capacity(size.min(rows))).collect();
+        for (at, row) in all.chunks_exact_mut(width).enumerate() {
+            let (index, kv_head) = (at / kv_heads, at % kv_heads);
+            let (batch, index) = (index / rows, index % rows);
+            cut[(batch * kv_heads + kv_head) * pieces + index / size].push(row);
+        }
+        cut
+    }
+}
+
+/// Cuts rows into blocks of `size`.
+pub(super) fn blocks(rows: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
+    let end = rows.end;
+    rows.step_by(size).map(move |start| start..(start + size).min(end))
 }
 
 /// Returns how many queries are computed at once, where pairs that are not visible have a weight of zero and are
@@ -98,25 +129,42 @@ pub(super) fn queries_at_once<T: Real>(visible: &Visible, inputs: &[&TensorReade
 }
 
 /// The rows of one head of `[batch, rows, heads, width]`, with any strides.
-pub(super) struct HeadRows<'a> {
-    pub(super) storage: &'a CpuStorage,
+pub(super) struct HeadRows<'a, T> {
+    elements: &'a [T],
     start: usize,
     width: usize,
     strides: [usize; 2],
 }
 
-impl<'a> HeadRows<'a> {
-    pub(super) fn new(storage: &'a CpuStorage, layout: &Layout, batch: usize, head: usize) -> Result<Self> {
+impl<'a, T: Real> HeadRows<'a, T> {
+    fn new(elements: &'a [T], layout: &Layout, batch: usize, head: usize) -> Result<Self> {
         let &[of_batch, of_row, of_head, of_column] = layout.stride() else {
             bail!("flash_attn: expected four dims")
         };
         let start = layout.start_offset() + batch * of_batch + head * of_head;
-        Ok(Self { storage, start, width: layout.dims()[3], strides: [of_row, of_column] })
+        Ok(Self { elements, start, width: layout.dims()[3], strides: [of_row, of_column] })
     }
 
-    pub(super) fn rows(&self, rows: Range<usize>) -> Layout {
-        let start = self.start + rows.start * self.strides[0];
-        Layout::new((rows.len(), self.width).into(), self.strides.to_vec(), start)
+    /// Packs rows as the right operand of products, or with `turned` as its columns.
+    pub(super) fn pack(&self, rows: &Range<usize>, turned: bool, into: &mut RightOperand<T>) {
+        let Self { elements, start, width, strides: [of_row, of_column] } = *self;
+        let from = &elements[start + rows.start * of_row..];
+        match turned {
+            true => into.pack(from, [width, rows.len()], [of_column, of_row]),
+            false => into.pack(from, [rows.len(), width], [of_row, of_column]),
+        }
+    }
+
+    /// Copies rows one after the other.
+    pub(super) fn copy(&self, rows: Range<usize>, into: &mut [T]) {
+        let Self { elements, start, width, strides: [of_row, of_column] } = *self;
+        for (row, into) in rows.zip(into.chunks_exact_mut(width)) {
+            let from = &elements[start + row * of_row..];
+            match of_column {
+                1 => into.copy_from_slice(&from[..width]),
+                step => into.iter_mut().enumerate().for_each(|(i, into)| *into = from[i * step]),
+            }
+        }
     }
 }
 
@@ -133,7 +181,7 @@ impl TensorReader<'_> {
         };
         let each = (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h)));
         for (b, h) in each.filter(|_| width > 0) {
-            let head = self.head(b, h)?;
+            let head = self.head::<T>(b, h)?;
             let is_finite = |row: usize| {
                 let start = head.start + row * head.strides[0];
                 match step {
@@ -149,19 +197,7 @@ impl TensorReader<'_> {
     }
 
     /// Returns one head of `[batch, rows, heads, width]`.
-    pub(super) fn head(&self, batch: usize, head: usize) -> Result<HeadRows<'_>> {
-        HeadRows::new(cpu(&self.storage)?, self.layout, batch, head)
+    pub(super) fn head<T: Real>(&self, batch: usize, head: usize) -> Result<HeadRows<'_, T>> {
+        HeadRows::new(T::cpu_storage_as_slice(cpu(&self.storage)?)?, self.layout, batch, head)
     }
-}
-
-/// Applies `put` to rows of one head of `out`, which begin at `first` and follow each other after `step` elements, and
-/// to the rows of `part`.
-pub(super) fn into_head<T: Real>(
-    out: &mut [T],
-    part: &[T],
-    (first, step, width): (usize, usize, usize),
-    put: fn(&mut [T], &[T]),
-) {
-    let rows = out[first..].chunks_mut(step).zip(part.chunks_exact(width));
-    rows.for_each(|(out, part)| put(&mut out[..width], part));
 }

@@ -3,12 +3,12 @@
 #![doc = include_str!("README.md")]
 
 mod matrix;
+mod operands;
 #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
 mod pairs;
 mod panels;
 
 use candle_core::backend::BackendStorage;
-use candle_core::utils::get_num_threads;
 use candle_core::{CpuStorage, DType, Layout, Result};
 use gemm::Parallelism;
 use half::{bf16, f16};
@@ -16,6 +16,7 @@ use half::{bf16, f16};
 use super::element::Element;
 use super::real::Real;
 use matrix::{Matrix, multiply};
+pub(super) use operands::{LeftOperand, ProductRows, RightOperand};
 
 /// Returns the product of `a [m, k]` and `b [k, n]` with any strides, in the compute dtype.
 ///
@@ -67,7 +68,7 @@ pub(super) fn rounded_product(
 
 /// Returns the dense product of matrices that are not empty.
 fn dense<T: Real>(a: &[T], a_l: &Layout, b: &[T], b_l: &Layout) -> Result<Vec<T>> {
-    let threads = get_num_threads();
+    let threads = crate::parallel::threads();
     let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
     multiply(Matrix::of(a, a_l)?, Matrix::of(b, b_l)?, parallelism)
 }

@@ -4,7 +4,6 @@
 //! that one tile of the result uses lie side by side. The sums of a tile stay in registers from the first pair to the
 //! last. So the bits of an element depend on its row and its column only.
 use candle_core::Result;
-use candle_core::utils::get_num_threads;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use std::arch::x86_64::*;
@@ -57,7 +56,7 @@ impl Pairs {
         if k != inner {
             candle_core::bail!("product: [{m}, {k}] does not fit [{inner}, {n}]");
         }
-        let threads = get_num_threads();
+        let threads = parallel::threads();
         let share = n.div_ceil(threads).next_multiple_of(COLUMNS);
         let panel = (PANEL / k).max(m).clamp(COLUMNS, MOST).min(share);
         let panel = most.unwrap_or(panel / COLUMNS * COLUMNS);

@@ -1,6 +1,5 @@
 //! Products of 16-bit matrices, widened a panel at a time.
 use candle_core::Result;
-use candle_core::utils::get_num_threads;
 use gemm::Parallelism;
 
 use super::matrix::{Matrix, multiply};
@@ -29,7 +28,7 @@ pub(super) fn product<E: Element<Real = f32>, O: Element<Real = f32>>(
     let wide = widen(whole, 0, others);
     let whole = wide.matrix()?;
     let starts: Vec<usize> = (0..lines).step_by(panel).collect();
-    let threads = get_num_threads();
+    let threads = parallel::threads();
     let inside = if threads > starts.len() { Parallelism::Rayon(threads) } else { Parallelism::None };
     let of_panel = |start: usize| -> Result<Vec<O>> {
         let part = widen(cut, start, panel.min(lines - start));

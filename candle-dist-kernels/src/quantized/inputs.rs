@@ -1,6 +1,6 @@
 //! Inputs of products, rounded to eight bits.
 
-use crate::rows::vectorised;
+use crate::rows::by_blocks;
 
 use super::format::{COLUMNS, GROUPS};
 
@@ -27,12 +27,13 @@ const ROUND: f32 = 12_582_912.0;
 /// Rounds rows whose length is a multiple of 32.
 pub(super) fn round(x: &[f32]) -> Vec<InputBlock> {
     let mut out = vec![InputBlock::default(); x.len() / COLUMNS];
-    vectorised(
+    let (blocks, _) = x.as_chunks::<COLUMNS>();
+    by_blocks(
+        &mut out,
+        1,
+        COLUMNS,
         #[inline(always)]
-        || {
-            let (blocks, _) = x.as_chunks::<COLUMNS>();
-            out.iter_mut().zip(blocks).for_each(|(out, block)| *out = round_block(block));
-        },
+        |first, out| out.iter_mut().zip(&blocks[first..]).for_each(|(out, block)| *out = round_block(block)),
     );
     out
 }

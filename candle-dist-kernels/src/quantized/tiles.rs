@@ -1,7 +1,6 @@
 //! Quantized weights in tiles of sixteen rows, and products with them.
 
 use candle_core::quantized::GgmlDType;
-use candle_core::utils::get_num_threads;
 use candle_core::{Result, bail};
 use half::f16;
 use std::fmt;
@@ -21,6 +20,10 @@ use crate::parallel;
 
 /// Multiplications from which several threads share a product.
 const PARALLEL: usize = 1 << 20;
+
+/// Results from which several threads put them into their places, and the rows of a thread's piece.
+const PARALLEL_COPY: usize = 1 << 16;
+const COPIED_ROWS: usize = 16;
 
 /// Multiplications of a thread's piece of a product.
 const PIECE: usize = 1 << 17;
@@ -192,12 +195,18 @@ impl Tiles {
             Processor::Avx2(lanes) => self.product_with(lanes, x, m),
             Processor::Portable => self.product_with(PortableLanes, x, m),
         };
-        for (tile, made) in made.chunks_exact(m).enumerate() {
-            let here = (self.rows - tile * ROWS).min(ROWS);
-            for (made, out) in made.iter().zip(out.chunks_exact_mut(width)) {
-                out[first + tile * ROWS..][..here].copy_from_slice(&made[..here]);
+        let copy = |start: usize, out: &mut [f32]| {
+            let rows = out.len() / width;
+            for (tile, made) in made.chunks_exact(m).enumerate() {
+                let here = (self.rows - tile * ROWS).min(ROWS);
+                for (made, out) in made[start..][..rows].iter().zip(out.chunks_exact_mut(width)) {
+                    out[first + tile * ROWS..][..here].copy_from_slice(&made[..here]);
+                }
             }
-        }
+        };
+        let is_shared = m * self.rows >= PARALLEL_COPY;
+        let rows = if is_shared { COPIED_ROWS } else { m };
+        parallel::map(is_shared, out.chunks_mut(rows * width), |i, out| copy(i * rows, out));
     }
 
     /// Returns, for each row of tiles and each row of inputs, sixteen results.
@@ -209,7 +218,7 @@ impl Tiles {
             with_format!(self.dtype, F => lanes.run(TileProduct { tiles, x, width, out, format: PhantomData::<F> }));
         };
         let work = self.columns * m * ROWS;
-        if out.len() / m * work >= PARALLEL && get_num_threads() > 1 {
+        if out.len() / m * work >= PARALLEL && parallel::threads() > 1 {
             let rows = (PIECE / work).max(1);
             let parts = self.tiles().chunks(rows * row_bytes).zip(out.chunks_mut(rows * m));
             parallel::map(true, parts, |_, part| run(part));

@@ -214,7 +214,7 @@ fn random_texts_get_what_they_would_compute_alone() {
 
 /// Room for `rooms` tokens in blocks, where each text takes as many bytes as tokens, and some more.
 fn budget(block: usize, more: usize, rooms: usize) -> CacheBudget {
-    let budget = CacheBudget { block, first: block + more, next: block, most: 0 };
+    let budget = CacheBudget { room: ROOM, block, first: block + more, next: block, most: 0 };
     CacheBudget { most: budget.of_text(ROOM).max(rooms), ..budget }
 }
 
@@ -230,6 +230,18 @@ fn more_texts_have_slots_than_there_is_memory_for_whole_ones() {
     assert_eq!(all.texts.len(), 11, "each of 11 texts has two blocks, and can get one more in turn");
     let plan = all.pass(&mut || 1);
     assert_eq!((plan.step.spans().len(), all.scheduler.preempted()), (11, (0, 0)));
+}
+
+#[test]
+fn texts_that_cannot_grow_leave_their_memory_to_others() {
+    let mut all = Texts::new(&random_model::config(), 3, 100, usize::MAX);
+    // A block is the whole room of a text.
+    all.scheduler = all.scheduler.within(budget(ROOM, 0, 2 * ROOM));
+    for first in 0..2 {
+        assert!(all.scheduler.has_room(ROOM));
+        all.admit(vec![first; 5], 0, 9);
+    }
+    assert!(!all.scheduler.has_room(1));
 }
 
 #[test]

@@ -92,7 +92,7 @@ impl ServeOptions {
         let is_whole = cp > 1 || config.turns_by_length(room);
         let block = if is_whole { room } else { self.block.clamp(1, room) };
         let of = |blocks| memory::text_bytes(config, dtype, [blocks * block, room], [tp, stages, cp]);
-        let budget = CacheBudget { block, first: of(1), next: of(2).saturating_sub(of(1)), most: 0 };
+        let budget = CacheBudget { room, block, first: of(1), next: of(2).saturating_sub(of(1)), most: 0 };
         let of_text = budget.of_text(room);
         let most = of_text.saturating_mul(self.slots);
         let most = self.memory.map_or(most, |memory| memory.min(most));

@@ -55,9 +55,9 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub dim: usize,
 
-    /// Compute threads of each rank
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    pub threads: usize,
+    /// Compute threads of each rank [default: the cores divided by the ranks]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
 
     /// Rounds, after one that warms up
     #[arg(long, value_name = "N", default_value_t = 5)]
@@ -88,7 +88,7 @@ impl Args {
             ("--heads", heads, MOST_TOKENS),
             ("--kv-heads", kv_heads, MOST_TOKENS),
             ("--dim", dim, MOST_TOKENS),
-            ("--threads", threads, MOST_RANKS),
+            ("--threads", threads.unwrap_or(1), MOST_RANKS),
             ("--rounds", rounds, MOST_TOKENS),
         ])?;
         let elements = length.saturating_mul(heads).saturating_mul(dim);

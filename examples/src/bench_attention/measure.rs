@@ -22,13 +22,22 @@ type Phases = [(Vec<f64>, usize); 2];
 /// # Errors
 /// Those of attention.
 pub fn measure(args: &Args) -> Result<Report> {
-    candle_dist::threads::settle(args.threads);
+    let threads = candle_dist::threads::settle(
+        args.threads.unwrap_or_else(|| candle_dist::threads::default_per_rank(args.ranks)),
+    );
     let given = args.clone();
     let ranks: Vec<Phases> = World::threads(args.ranks).run(move |ctx| on_rank(ctx, &given))?;
     let row = |(i, phase): (usize, &'static str)| {
         let times: Vec<&[f64]> = ranks.iter().map(|phases| &phases[i].0[..]).collect();
         let bytes = ranks.iter().map(|phases| phases[i].1).max().unwrap_or(0);
-        Row { way: args.way.as_str(), length: args.length, phase, ms: median(&mut slowest(&times)), bytes }
+        Row {
+            way: args.way.as_str(),
+            length: args.length,
+            phase,
+            threads,
+            ms: median(&mut slowest(&times)),
+            bytes,
+        }
     };
     Ok(Report { rows: PHASES.into_iter().enumerate().map(row).collect() })
 }

@@ -21,6 +21,8 @@ pub struct Row {
     pub length: usize,
     /// `forward` or `backward`.
     pub phase: &'static str,
+    /// Compute threads of each rank.
+    pub threads: usize,
     /// The slowest rank's median time in milliseconds.
     pub ms: f64,
     /// The bytes that the busiest rank passes to others.
@@ -30,13 +32,14 @@ pub struct Row {
 impl Report {
     /// Returns the table for people.
     pub fn table(&self) -> String {
-        let mut table = table(&["way", "phase"], &["tokens", "ms", "bytes"]);
+        let mut table = table(&["way", "phase"], &["tokens", "threads", "ms", "bytes"]);
         for row in &self.rows {
             let ms = number(format_args!("{:.2}", row.ms));
             table.add_row([
                 Cell::new(row.way),
                 Cell::new(row.phase),
                 number(grouped(row.length)),
+                number(row.threads),
                 ms,
                 number(grouped(row.bytes)),
             ]);

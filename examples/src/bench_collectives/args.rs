@@ -4,7 +4,6 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use candle_dist::threads;
 use clap::{Parser, ValueEnum};
 
 use crate::cli::{Checked, Output, require};
@@ -98,10 +97,6 @@ impl Launched for Args {
 
     fn patience(&self) -> Patience {
         self.patience
-    }
-
-    fn threads(&self) -> usize {
-        threads::default_per_rank(self.world)
     }
 
     fn ranks(&self) -> Vec<(String, usize)> {

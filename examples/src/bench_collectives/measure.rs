@@ -10,7 +10,7 @@ use super::args::{Args, ByteSize, OpName};
 use super::case::Case;
 use super::floor;
 use super::report::{Report, Row};
-use crate::launch::{Launched, Ranks, gather};
+use crate::launch::{Ranks, gather};
 use crate::timing::{Budget, median, settle, slowest};
 
 const BUDGET_US: Budget = Budget { warm_up: 5, time: 1e6, least: 7, most: 2001 };
@@ -26,7 +26,7 @@ pub fn measure(
 ) -> Result<Option<Report>> {
     let plan: Vec<_> =
         args.ops.iter().flat_map(|&op| args.sizes.iter().map(move |&size| (op, size))).collect();
-    let measured = ranks.run(args.world, args.threads(), |ctx| {
+    let measured = ranks.run(args.world, |ctx| {
         let row = |&(op, size): &(OpName, ByteSize)| {
             if ctx.rank() == 0 {
                 begin(op, size);

@@ -67,9 +67,9 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub balance: usize,
 
-    /// Compute threads of each rank
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    pub threads: usize,
+    /// Compute threads of each rank [default: the cores divided by the ranks]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
 
     /// Rounds, after one that warms up
     #[arg(long, value_name = "N", default_value_t = 5)]
@@ -101,7 +101,7 @@ impl Args {
             ("--hidden", hidden, MOST),
             ("--experts", experts, MOST),
             ("--top-k", top_k, MOST),
-            ("--threads", threads, MOST_RANKS),
+            ("--threads", threads.unwrap_or(1), MOST_RANKS),
             ("--rounds", rounds, MOST),
         ])?;
         require!(

@@ -25,7 +25,9 @@ const RATES: [f64; 2] = [0.02, 0.005];
 /// # Errors
 /// Those of the layer.
 pub fn measure(args: &Args, mut told: impl FnMut(RoutingName)) -> Result<Report> {
-    candle_dist::threads::settle(args.threads);
+    candle_dist::threads::settle(
+        args.threads.unwrap_or_else(|| candle_dist::threads::default_per_rank(args.ranks)),
+    );
     let mut rows = Vec::new();
     for &routing in args.routings() {
         told(routing);

@@ -129,10 +129,6 @@ impl Launched for Args {
         self.patience
     }
 
-    fn threads(&self) -> usize {
-        1
-    }
-
     fn ranks(&self) -> Vec<(String, usize)> {
         vec![(format!("--ranks {}", self.ranks), self.ranks)]
     }

@@ -16,7 +16,7 @@ use super::model::{Mode, Model};
 use super::optimizer::TableOptimizer;
 use super::outcome::{RunName, RunOutcome};
 use crate::comm::CommStat;
-use crate::launch::{Launched, Ranks};
+use crate::launch::Ranks;
 use crate::progress::Progress;
 use crate::timing::median;
 
@@ -33,7 +33,7 @@ const DENSE_LR: f64 = 0.1;
 /// That of the first rank that fails.
 pub fn train(name: RunName, args: &Args, log: &Log, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
     let world = if name == RunName::OneDevice { 1 } else { args.ranks };
-    ranks.run(world, args.threads(), |ctx| train_rank(ctx, name, args, log))
+    ranks.run(world, |ctx| train_rank(ctx, name, args, log))
 }
 
 /// Returns whether each sample of the held-out batch was clicked.

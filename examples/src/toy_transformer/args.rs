@@ -87,9 +87,10 @@ pub struct Args {
     #[arg(long, value_name = "N", help_heading = "Runs")]
     pub ep: Option<usize>,
 
-    /// Compute threads of each rank; keep ranks × threads within the number of cores
-    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Runs")]
-    pub threads: usize,
+    /// Compute threads of each rank; keep ranks × threads within the number of cores [default: the cores divided by the
+    /// ranks of this machine]
+    #[arg(long, value_name = "N", help_heading = "Runs")]
+    pub threads: Option<usize>,
 
     /// Pipeline ranks of the runs `pp` and `pp_sp`, each with one or two stages, as the schedule requires [default: 2,
     /// or 1 with another axis]
@@ -303,7 +304,7 @@ impl Launched for Args {
         self.patience
     }
 
-    fn threads(&self) -> usize {
+    fn threads(&self) -> Option<usize> {
         self.threads
     }
 

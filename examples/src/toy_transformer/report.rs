@@ -29,6 +29,8 @@ pub struct RunReport {
     pub name: &'static str,
     /// Number of ranks.
     pub world: usize,
+    /// Compute threads of each rank.
+    pub threads: usize,
     /// Median time of a step in milliseconds.
     pub ms_per_step: f64,
     /// Page faults of the process in a step, the mean of the later half of the steps; absent where the system does not
@@ -64,6 +66,7 @@ impl From<&RunOutcome> for RunReport {
         Self {
             name: outcome.name.as_str(),
             world: outcome.world,
+            threads: candle_core::utils::get_num_threads(),
             ms_per_step: outcome.ms_per_step,
             page_faults_per_step: outcome.page_faults_per_step,
             loss_first: outcome.losses.first().copied().unwrap_or(f64::NAN),
@@ -124,13 +127,16 @@ pub fn summary(args: &Args, report: &Report, outcomes: &[RunOutcome]) -> String 
 }
 
 fn run_table(args: &Args, runs: &[RunReport]) -> Table {
-    let mut table =
-        table(&["run"], &["ranks", "ms/step", "tokens/s", "first loss", "last loss", "parameters per rank"]);
+    let mut table = table(
+        &["run"],
+        &["ranks", "threads", "ms/step", "tokens/s", "first loss", "last loss", "parameters per rank"],
+    );
     let tokens_per_step = (args.batch * args.seq) as f64;
     for run in runs {
         table.add_row([
             Cell::new(run.name),
             number(run.world),
+            number(run.threads),
             number(format_args!("{:.1}", run.ms_per_step)),
             number(grouped((tokens_per_step * 1e3 / run.ms_per_step) as usize)),
             number(format_args!("{:.4}", run.loss_first)),

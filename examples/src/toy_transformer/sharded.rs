@@ -62,7 +62,7 @@ pub fn train(
     corpus: &Corpus,
     ranks: &Ranks<'_>,
 ) -> anyhow::Result<Option<RunOutcome>> {
-    let outcome = ranks.run(Cut::of(name, args).ranks, args.threads, |ctx| -> anyhow::Result<_> {
+    let outcome = ranks.run(Cut::of(name, args).ranks, |ctx| -> anyhow::Result<_> {
         let mine = train_rank(ctx, name, args, corpus)?;
         let all = gather(ctx.group(), mine.params_per_rank.clone())?;
         Ok(all.map(|all| RunOutcome { params_per_rank: all.concat(), ..mine }))

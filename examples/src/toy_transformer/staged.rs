@@ -39,7 +39,7 @@ pub fn train(
     let run = StagedRun { name, args, corpus, pipeline, schedule: pipeline.schedule()? };
     let train = |ctx: &RankContext| gather(ctx.group(), run.train_rank(ctx)?);
     let world = args.pipeline_ranks().context("more ranks than numbers")?;
-    ranks.run(world, args.threads, train)?.flatten().map(|all| run.outcome(&all)).transpose()
+    ranks.run(world, train)?.flatten().map(|all| run.outcome(&all)).transpose()
 }
 
 /// One run of the program, as every rank knows it.

@@ -38,7 +38,7 @@ fn check_numbers(args: &Args) -> Checked {
         ("--fsdp", args.fsdp.unwrap_or(1), ANY),
         ("--experts", args.experts.unwrap_or(1), ANY),
         ("--top-k", args.top_k.unwrap_or(1), ANY),
-        ("--threads", args.threads, MOST_THREADS),
+        ("--threads", args.threads.unwrap_or(1), MOST_THREADS),
         ("--dim", args.dim, ANY),
         ("--layers", args.layers, ANY),
         ("--heads", args.heads, ANY),

@@ -64,3 +64,24 @@ fn the_json_object_has_a_row_per_phase_with_the_bytes_of_the_way() {
         }
     }
 }
+
+#[test]
+fn a_rank_has_the_cores_divided_by_the_ranks_unless_the_flag_says_otherwise() {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    for (flags, threads) in [
+        (&["--ranks", "1"][..], cores),
+        (&["--ranks", "2"], (cores / 2).max(1)),
+        (&["--ranks", "1", "--threads", "3"], 3),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_bench-attention"))
+            .args(flags)
+            .args(["--length", "16", "--dim", "4", "--rounds", "1", "--json", "-"])
+            .env_remove("CANDLE_NUM_THREADS")
+            .env_remove("RAYON_NUM_THREADS")
+            .output()
+            .expect("the program starts");
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(report["rows"][0]["threads"], threads, "{flags:?}");
+    }
+}

@@ -130,8 +130,16 @@ fn the_json_object_is_alone_on_stdout_and_complete() {
     let runs = report["runs"].as_array().unwrap();
     assert_eq!(runs.len(), 2);
     for run in runs {
-        let known =
-            ["comm_per_step", "loss_first", "loss_last", "ms_per_step", "name", "params_per_rank", "world"];
+        let known = [
+            "comm_per_step",
+            "loss_first",
+            "loss_last",
+            "ms_per_step",
+            "name",
+            "params_per_rank",
+            "threads",
+            "world",
+        ];
         // Linux counts page faults.
         let counted = cfg!(target_os = "linux").then_some("page_faults_per_step");
         assert_eq!(keys(run), known.into_iter().chain(counted).sorted().collect::<Vec<_>>());

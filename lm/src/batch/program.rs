@@ -60,7 +60,7 @@ pub fn run(args: &Args, file: &Path, ranks: &Ranks<'_>) -> Result<bool> {
         ranks.is_first(),
         files.bytes(),
         || files.bytes_read(),
-        |loading| ranks.run(args.model_ranks(), args.threads, |ctx| write(ctx, loading)),
+        |loading| ranks.run(args.model_ranks(), |ctx| write(ctx, loading)),
     )?;
     let Some((texts, ran)) = written.flatten() else { return Ok(true) };
     let summary = Summary::new(&batch, &ran);

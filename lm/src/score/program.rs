@@ -47,7 +47,7 @@ pub fn run(args: &Args, ranks: &Ranks<'_>) -> Result<bool> {
         files.bytes(),
         || files.bytes_read(),
         |loading| {
-            ranks.run(args.model_ranks(), args.threads, |ctx| {
+            ranks.run(args.model_ranks(), |ctx| {
                 let scored = score(ctx, args.pp, &files, &held, (&tokens, &windows), || {
                     if ctx.rank() == 0 {
                         loading.finish();

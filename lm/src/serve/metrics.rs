@@ -122,7 +122,7 @@ impl Metrics {
             writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}").ok();
         };
         let usage = status.used_bytes as f64 / status.cache_bytes.max(1) as f64;
-        let gauges: [(&str, &str, f64); 5] = [
+        let gauges: [MetricRow<f64>; 5] = [
             ("vllm:num_requests_running", "Requests that are being written.", status.running as f64),
             ("vllm:num_requests_waiting", "Requests that wait for a slot.", status.waiting as f64),
             (
@@ -137,7 +137,7 @@ impl Metrics {
             head(&mut text, name, "gauge", help);
             writeln!(text, "{name}{{{label}}} {value}").ok();
         }
-        let of_engine: [(&str, &str, u64); 4] = [
+        let of_engine: [MetricRow<u64>; 4] = [
             (
                 "vllm:prefix_cache_queries_total",
                 "Tokens of prompts that were looked for in the cache.",
@@ -161,7 +161,7 @@ impl Metrics {
         }
         let all = self.0.lock();
         let of_names = || labels.iter().zip(all.iter());
-        let counters: [(&str, &str, fn(&Numbers) -> u64); 2] = [
+        let counters: [MetricRow<fn(&Numbers) -> u64>; 2] = [
             ("vllm:prompt_tokens_total", "Tokens of prompts that were read.", |numbers| numbers.prompt),
             ("vllm:generation_tokens_total", "Tokens that were written.", |numbers| numbers.written),
         ];
@@ -184,7 +184,7 @@ impl Metrics {
                 writeln!(text, "lm:responses_total{{{label},status=\"{hundreds}xx\"}} {count}").ok();
             }
         }
-        let histograms: [(&str, &str, fn(&Numbers) -> &Histogram); 6] = [
+        let histograms: [MetricRow<fn(&Numbers) -> &Histogram>; 6] = [
             ("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", |numbers| {
                 &numbers.first
             }),
@@ -209,6 +209,9 @@ impl Metrics {
         text
     }
 }
+
+/// The name of a metric, what it means, and its value.
+type MetricRow<T> = (&'static str, &'static str, T);
 
 /// What is known of one request, for its line in the log.
 pub(super) struct RequestRecord {

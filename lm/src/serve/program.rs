@@ -80,7 +80,7 @@ pub fn run(args: &Args, name: &str, ranks: &Ranks<'_>) -> Result<bool> {
         ranks.is_first(),
         files.bytes(),
         || files.bytes_read(),
-        |loading| ranks.run(args.model_ranks(), args.threads, |ctx| serve_on(ctx, loading)),
+        |loading| ranks.run(args.model_ranks(), |ctx| serve_on(ctx, loading)),
     );
     // Clients read their errors before the program ends with its cause.
     front.into_iter().for_each(Front::finish);

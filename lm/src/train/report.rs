@@ -26,6 +26,8 @@ pub struct Report {
     pub microbatches: usize,
     /// The seconds in which the slowest rank read its part of the model.
     pub load_seconds: f64,
+    /// The compute threads of each rank.
+    pub threads: usize,
     /// The tokens of all steps.
     pub tokens: usize,
     /// Tokens a second, without saving.
@@ -67,6 +69,7 @@ impl Report {
             dtype: job.recipe.dtype,
             microbatches: job.pipeline.microbatches,
             load_seconds: ranks.iter().map(|(rank, _)| rank.load).fold(0.0, f64::max),
+            threads: candle_core::utils::get_num_threads(),
             tokens,
             sent_bytes: ranks.iter().map(|(rank, _)| rank.sent).collect(),
             tokens_per_second,
@@ -90,8 +93,9 @@ impl std::fmt::Display for Report {
             [self.losses.first(), self.losses.last()].map(|loss| loss.copied().unwrap_or(f64::NAN));
         write!(
             f,
-            "{} ranks, {parameters} parameters each: loss {first:.4} to {last:.4} in {} steps, {} tokens at {:.0} a second, {:.3} TFLOP/s",
+            "{} ranks, {} threads and {parameters} parameters each: loss {first:.4} to {last:.4} in {} steps, {} tokens at {:.0} a second, {:.3} TFLOP/s",
             self.parameters.len(),
+            self.threads,
             self.losses.len(),
             grouped(self.tokens),
             self.tokens_per_second,

@@ -61,7 +61,7 @@ pub fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
         ranks.is_first(),
         files.bytes(),
         || files.bytes_read(),
-        |loading| ranks.run(job.pipeline.world(), args.threads, |ctx| learn(ctx, loading)),
+        |loading| ranks.run(job.pipeline.world(), |ctx| learn(ctx, loading)),
     )?;
     let Some(trained) = trained.flatten() else { return Ok(true) };
     let report = Report::new(&job, args.training.peak_tflops, &trained);

@@ -111,14 +111,16 @@ pub trait Launched: Parser + Sync {
     /// Returns the backend that moves tensors between ranks.
     fn backend(&self) -> BackendName;
 
-    /// Compute threads of each rank.
-    fn threads(&self) -> usize;
+    /// Compute threads of each rank, if the command line says so; otherwise the cores divided by the ranks of this machine.
+    fn threads(&self) -> Option<usize> {
+        None
+    }
 
     /// How long a rank waits for others before the run fails, if the command line says so.
     fn patience(&self) -> Patience;
 
-    /// Returns, for each run on several ranks, the flags that set the number of ranks, and the number. Called after the
-    /// checks.
+    /// Returns, for each run on several ranks, the flags that set the number of ranks, and the number. Called before the
+    /// checks too.
     fn ranks(&self) -> Vec<(String, usize)>;
 }
 
@@ -145,14 +147,16 @@ pub fn start<A: Launched, V>(
         let made = ranks.agree(validate(&args).and_then(fits))?;
         program(&args, &made, ranks)
     };
+    let threads = |ranks| args.threads().unwrap_or_else(|| candle_dist::threads::default_per_rank(ranks));
     match args.backend() {
         BackendName::Threads => {
             // Before the first tensor op: computations outside of ranks must not have more threads than a rank.
-            candle_dist::threads::settle(args.threads());
+            let most = args.ranks().into_iter().map(|(_, ranks)| ranks).max().unwrap_or(1);
+            candle_dist::threads::settle(threads(most));
             cli::status(run(&Ranks::Threads(patience)))
         }
         name => match processes::started(name, A::CPU_ONLY) {
-            Ok(launched) => processes::join(&launched, args.threads(), patience, run),
+            Ok(launched) => processes::join(&launched, threads, patience, run),
             Err(status) => status,
         },
     }

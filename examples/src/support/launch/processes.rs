@@ -101,11 +101,12 @@ pub(super) fn refuse(error: &UsageError, is_shared: bool) -> ExitCode {
 /// Connects to the other processes and runs as one of them. This happens once, since MPI cannot be started again.
 pub(super) fn join(
     Started { backend, info }: &Started,
-    threads: usize,
+    threads: impl Fn(usize) -> usize,
     patience: Patience,
     run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool> + Sync,
 ) -> ExitCode {
     let options = InitOptions::new().init_timeout(patience.to_meet()).timeout(patience.in_call());
+    let threads = threads(info.local_size);
     let options = options.threads_per_rank(threads).lost_after(patience.lost_after());
     // Before this process starts any thread.
     candle_dist::threads::settle(threads);

@@ -53,23 +53,23 @@ impl Ranks<'_> {
         }
     }
 
-    /// Runs `f` on each of `size` ranks with `threads` threads, and returns rank 0's result in its process.
+    /// Runs `f` on each of `size` ranks, and returns rank 0's result in its process.
     ///
     /// Processes run on all ranks, or, for a size of 1, on rank 0 alone.
     ///
     /// # Errors
     /// That of the rank that caused it. Each process returns its own.
-    pub fn run<T, E, F>(&self, size: usize, threads: usize, f: F) -> anyhow::Result<Option<T>>
+    pub fn run<T, E, F>(&self, size: usize, f: F) -> anyhow::Result<Option<T>>
     where
         T: Send,
         E: Display + Send,
         F: Fn(&RankContext) -> Result<T, E> + Sync,
     {
         match self {
-            Self::Threads(patience) => on_threads(size, threads, *patience, &f),
+            Self::Threads(patience) => on_threads(size, *patience, &f),
             Self::Process(ctx, patience) if size == 1 && ctx.world_size() > 1 => {
                 let (f, patience) = (&f, *patience);
-                Ok(self.on_first(move || on_threads(size, threads, patience, f))?.flatten())
+                Ok(self.on_first(move || on_threads(size, patience, f))?.flatten())
             }
             Self::Process(ctx, _) => {
                 let made = f(ctx).map_err(|error| anyhow::anyhow!("rank {}: {error}", ctx.rank()))?;
@@ -177,12 +177,12 @@ impl Ranks<'_> {
 }
 
 /// Runs `f` on `size` ranks that are threads of this process, and returns the result of rank 0.
-fn on_threads<T, E, F>(size: usize, threads: usize, patience: Patience, f: &F) -> anyhow::Result<Option<T>>
+fn on_threads<T, E, F>(size: usize, patience: Patience, f: &F) -> anyhow::Result<Option<T>>
 where
     T: Send,
     E: Display + Send,
     F: Fn(&RankContext) -> Result<T, E> + Sync,
 {
-    let world = World::threads(size).threads_per_rank(threads).timeout(patience.in_call());
+    let world = World::threads(size).timeout(patience.in_call());
     Ok(world.run(f)?.into_iter().next())
 }

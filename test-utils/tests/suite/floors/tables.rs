@@ -153,6 +153,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
     folder(
         "",
         &[
+            "registers",
             "mod real",
             "bounds conv convert div element float_op master nvrtc parallel prefetch row_order rule weight_sink",
             "device_rows random rows",
@@ -161,8 +162,8 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
             "row_update",
             "dense_update",
             "rules",
-            "adam_w cross_entropy embedding function layer_norm linear pool quantized renorm reshape rms_norm rope \
-             short_conv softmax",
+            "adam_w cross_entropy embedding function layer_norm linear logcumsumexp pool quantized renorm reshape \
+             rms_norm rope short_conv softmax",
             "add attention embedding_bag grouped_linear masked_softmax silu_gate",
             "clamped_gate flash_attn linear_attention",
             "parts",
@@ -171,7 +172,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
     folder("device_rows", &["launch", "cuda", "mod"]),
     folder("function", &["mod", "formulas off_host", "apply"]),
     folder("linear_attention", &["sizes", "scan", "backward inputs", "composed", "mod"]),
-    folder("product", &["matrix", "panels", "pairs", "mod"]),
+    folder("product", &["matrix operands", "panels", "pairs", "mod"]),
     folder("random", &["distribution grid stream", "draws launch", "device", "mod"]),
     folder(
         "quantized",
@@ -225,7 +226,7 @@ const CANDLE_SHARD: &[Folder] = &[
             "var_builder",
             "dropout fully_shard init",
             "lora",
-            "embedding linear norm recompute",
+            "dynamic_tanh embedding linear norm recompute",
             "constructors fused_qkv latent module rnn",
             "batch_norm conv group_norm moe prelu quantized sequence_cache sequential",
         ],
