@@ -79,7 +79,7 @@ fn what_rank_0_does_alone_may_take_longer_than_a_call() {
 #[test]
 fn ranks_that_are_threads_wait_as_long_as_the_command_line_says() {
     let ranks = Ranks::Threads(Patience::seconds(1));
-    let late = ranks.run(2, 1, |ctx| {
+    let late = ranks.run(2, |ctx| {
         if ctx.rank() == 1 {
             thread::sleep(Duration::from_secs(3));
         }
@@ -91,7 +91,7 @@ fn ranks_that_are_threads_wait_as_long_as_the_command_line_says() {
 
 #[test]
 fn a_run_of_one_rank_is_made_by_rank_0_alone() {
-    let sizes = on(3, |_, ranks| ranks.run(1, 1, |ctx| Ok::<_, UsageError>(ctx.world_size())));
+    let sizes = on(3, |_, ranks| ranks.run(1, |ctx| Ok::<_, UsageError>(ctx.world_size())));
     assert_eq!(sizes, [Some(1), None, None]);
 }
 
