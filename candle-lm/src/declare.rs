@@ -580,13 +580,15 @@ fn learned(
         let angles = of_documents(&angles, documents)?;
         layer.run(|layer| match recompute {
             true => {
-                let (layer, embeddings, keys) =
-                    (layer.clone(), beside.embeddings.cloned(), beside.keys.clone());
-                let made = nn::recompute(h, move |h| {
-                    let beside = LayerInputs { embeddings: embeddings.as_ref(), keys: &mut keys.clone() };
-                    layer.forward(h, &angles, None, beside)
-                });
-                Ok(vec![made?])
+                let (own, LayerInputs { embeddings, keys }) = (layer.clone(), beside);
+                // Each backward pass of a segment goes through the graph of all that it captures: nothing from outside may be.
+                let made = match keys.is_empty() {
+                    true => nn::recompute(h, move |h| own.computed(h, &angles, None, &mut SharedKeys::new())),
+                    false => {
+                        nn::recompute(&layer.mixed(h, &angles, None, keys)?, move |mixed| own.fed(mixed))
+                    }
+                };
+                Ok(vec![layer.ended(&made?, embeddings)?])
             }
             false => with_keys(layer, h, &angles, None, beside),
         })

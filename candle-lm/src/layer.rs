@@ -147,13 +147,24 @@ impl DecoderLayer {
         turns: Option<Vec<LayerTokens<'_>>>,
         LayerInputs { embeddings, keys }: LayerInputs<'_>,
     ) -> Result<DTensor> {
+        self.ended(&self.computed(x, angles, turns, keys)?, embeddings)
+    }
+
+    /// The states after the mixer and the feed-forward network.
+    pub(crate) fn computed(
+        &self,
+        x: &DTensor,
+        angles: &Angles,
+        turns: Option<Vec<LayerTokens<'_>>>,
+        keys: &mut SharedKeys,
+    ) -> Result<DTensor> {
         if let (true, Some(mixer), Some(feed_forward)) = (self.is_parallel, &self.mixer, &self.feed_forward) {
             let [before, ..] = &self.norms;
             let normed = through(before, x)?;
             let mixed = self.add(x, &mixer.forward(&normed, angles, turns, keys)?)?;
             return self.add(&mixed, &feed_forward.forward(&normed, x)?);
         }
-        self.fed(&self.mixed(x, angles, turns, keys)?, embeddings)
+        self.fed(&self.mixed(x, angles, turns, keys)?)
     }
 
     /// The states after this layer, and the sums of its router; with `recompute`, nothing between is kept for the backward pass.
@@ -171,11 +182,11 @@ impl DecoderLayer {
             false => part(self, x, angles),
         };
         let x = run(|layer, x, angles| layer.mixed(x, angles, None, &mut SharedKeys::new()), x)?;
-        Ok([run(|layer, x, _| layer.fed(x, None), &x)?, run(|layer, x, _| layer.sums(x), &x)?])
+        Ok([run(|layer, x, _| layer.ended(&layer.fed(x)?, None), &x)?, run(|layer, x, _| layer.sums(x), &x)?])
     }
 
     /// The states after the mixer.
-    fn mixed(
+    pub(crate) fn mixed(
         &self,
         x: &DTensor,
         angles: &Angles,
@@ -186,12 +197,17 @@ impl DecoderLayer {
         self.add(x, &through(after, &mixer.forward(&through(before, x)?, angles, turns, keys)?)?)
     }
 
-    /// The states after the feed-forward network and the embeddings of the layer, of those after the mixer.
-    fn fed(&self, x: &DTensor, embeddings: Option<&DTensor>) -> Result<DTensor> {
+    /// The states after the feed-forward network, of those after the mixer.
+    pub(crate) fn fed(&self, x: &DTensor) -> Result<DTensor> {
         let ([.., before, after], Some(network)) = (&self.norms, &self.feed_forward) else {
             return Ok(x.clone());
         };
-        let mut made = self.add(x, &through(after, &network.forward(&through(before, x)?, x)?)?)?;
+        self.add(x, &through(after, &network.forward(&through(before, x)?, x)?)?)
+    }
+
+    /// The states after the embeddings of the layer, of those after the feed-forward network.
+    pub(crate) fn ended(&self, x: &DTensor, embeddings: Option<&DTensor>) -> Result<DTensor> {
+        let mut made = x.clone();
         if let Some(gate) = &self.embedding_gate {
             let embeddings =
                 embeddings.ok_or_else(|| Error::Layout("a layer without its embeddings".into()))?;

@@ -181,7 +181,8 @@ fn changed(config: &[u8], model: &Config, dtype: DTypeName) -> Result<Vec<u8>> {
     let wants = said.into_iter().map(|field| (field, Value::from(name)));
     let wants: Vec<(&str, Value)> = wants.chain([("tie_word_embeddings", Value::from(tied))]).collect();
     // What is saved is not quantized.
-    let was_quantized = fields.remove("quantization_config").is_some();
+    let removed = ["quantization_config", "quantization"].map(|field| fields.remove(field).is_some());
+    let was_quantized = removed.contains(&true);
     if !was_quantized && wants.iter().all(|(field, value)| fields.get(*field) == Some(value)) {
         return Ok(config.to_vec());
     }
