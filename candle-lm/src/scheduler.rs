@@ -196,8 +196,13 @@ impl<T> Scheduler<T> {
         self.memory.of_text(Self::needed(slot))
     }
 
-    /// The bytes of all slots.
-    pub(crate) fn bytes(&self) -> usize {
+    /// The bytes that slots have.
+    pub(crate) fn used_bytes(&self) -> usize {
+        self.slots.iter().map(|slot| self.memory.of_text(slot.cached.len())).fold(0, usize::saturating_add)
+    }
+
+    /// The bytes of all slots, with those that texts need to go on.
+    fn bytes(&self) -> usize {
         self.slots.iter().map(|slot| self.taken(slot)).fold(0, usize::saturating_add)
     }
 

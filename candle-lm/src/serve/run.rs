@@ -459,7 +459,7 @@ impl Leader<'_> {
     }
 
     fn tell(&self, pass: Option<(usize, f64)>) {
-        let used = self.replicas.iter().map(Scheduler::bytes).sum();
+        let used = self.replicas.iter().map(Scheduler::used_bytes).sum();
         let (again, preemptions) = self
             .replicas
             .iter()
