@@ -613,7 +613,7 @@ fn what_newer_families_do_not_compute_is_refused_by_name() {
         ),
         ("hunyuan moe", json!({"moe_topk": [1, 2]}), "moe_topk is [1,2]"),
         ("hunyuan moe", json!({"moe_intermediate_size": [8, 8]}), "moe_intermediate_size is 8"),
-        ("llama4", json!({"attention_chunk_size": null}), "attention_chunk_size is null"),
+        ("llama4", json!({"attention_chunk_size": 0}), "attention_chunk_size is 0"),
         ("llama4", json!({"moe_layers": [4]}), "moe_layers is [4]"),
         ("llama4", json!({"no_rope_layers": [1, 0]}), "no_rope_layers is [1,0]"),
         ("llama4", json!({"moe_intermediate_size": 8}), "moe_intermediate_size is a field of other families"),
