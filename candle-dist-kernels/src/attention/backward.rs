@@ -5,6 +5,7 @@ use super::heads::{AttentionSizes, BLOCK, HeadPiece, TILE, blocks, queries_at_on
 use super::visible::{Visible, union};
 use crate::{
     TensorReader,
+    parallel::threads,
     product::{LeftOperand, ProductRows, RightOperand},
     real::Real,
     rows::{add_assign, sum_zip, vectorised},
@@ -46,7 +47,8 @@ pub struct AttentionBackward<'a, T> {
     pub scale: Scale,
 }
 
-/// Pieces of work from which on the keys of a head are not cut further. Each cut takes memory for the gradient of the query.
+/// Pieces of work from which on the keys of a head are not cut further. Each piece that is computed takes memory for the gradient of the
+/// query.
 const PIECES: usize = 16;
 
 /// Adds the gradients through a block of keys and values, which are the rows from `first` on of those that `of_keys` is for.
@@ -81,22 +83,40 @@ pub(super) fn over<T: Real>(
             sums.extend(HeadPiece::cut(all, [keys, kv_heads, columns], [per_head, size]));
         }
     }
-    let parts = sizes.each(pieces.iter().zip(of_key).zip(of_value), |((piece, dk), dv)| {
-        over_piece(work, [&q, &k, &v, &grad], (&sizes, piece), (visible, at_once), [dk, dv])
-    })?;
     let of_element = (queries * heads * dim).max(1);
-    let rows = of_query.chunks_mut(of_element).enumerate().flat_map(|(b, of_query)| {
-        of_query.chunks_mut(BLOCK * heads * dim).enumerate().map(move |(i, rows)| (b, i * BLOCK, rows))
-    });
-    let parts = parts.chunks_exact(per_head);
-    sizes.each(rows, |(b, start, rows)| {
-        // The gradients through later keys follow those through earlier ones.
-        for (g, parts) in parts.clone().skip(b * kv_heads).take(kv_heads).enumerate() {
-            parts.iter().for_each(|part| part.add(rows, start, [g * sizes.group(), heads, dim]));
+    let (mut work_of, mut first) = (pieces.iter().zip(of_key).zip(of_value), 0);
+    // A few at a time, so that their parts of the gradient of the query do not take memory for all pieces.
+    loop {
+        let some: Vec<_> = work_of.by_ref().take(at_a_time()).collect();
+        let parts = sizes.each(some.into_iter(), |((piece, dk), dv)| {
+            over_piece(work, [&q, &k, &v, &grad], (&sizes, piece), (visible, at_once), [dk, dv])
+        })?;
+        if parts.is_empty() {
+            return Ok(());
         }
-        Ok(())
-    })?;
-    Ok(())
+        let rows = of_query.chunks_mut(of_element).enumerate().flat_map(|(b, of_query)| {
+            of_query.chunks_mut(BLOCK * heads * dim).enumerate().map(move |(i, rows)| (b, i * BLOCK, rows))
+        });
+        sizes.each(rows, |(b, start, rows)| {
+            // The gradients through later keys follow those through earlier ones.
+            for (piece, part) in (first..).zip(&parts) {
+                let head = piece / per_head;
+                if head / kv_heads == b {
+                    part.add(rows, start, [head % kv_heads * sizes.group(), heads, dim]);
+                }
+            }
+            Ok(())
+        })?;
+        first += parts.len();
+    }
+}
+
+/// How many pieces are computed before their parts are added: enough for threads that are done to take others.
+fn at_a_time() -> usize {
+    match threads() {
+        1 => 1,
+        threads => 2 * threads,
+    }
 }
 
 /// The gradient of some queries of the heads that a key head serves, through some of its keys: head by head.

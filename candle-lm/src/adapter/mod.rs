@@ -245,6 +245,7 @@ fn entries(
         // In a model for images the language model is a part.
         if let Some(rest) = module.path.strip_prefix("model.").filter(|_| files.config.has_images) {
             paths.push(format!("model.language_model.{rest}"));
+            paths.push(format!("language_model.model.{rest}"));
         }
         let kind = module.kind;
         if paths.iter().any(|path| config.replaces(path)) {
@@ -269,7 +270,10 @@ fn entries(
             continue;
         }
         let found = paths.iter().map(|path| config.options_of(path, module.kind));
-        let Some(options) = found.collect::<Result<Vec<_>>>()?.into_iter().flatten().next() else { continue };
+        let mut found = found.collect::<Result<Vec<_>>>()?.into_iter().flatten().peekable();
+        let Some(common) = found.peek().cloned() else { continue };
+        // A pattern may have the path of one of them alone.
+        let options = found.find(|options| *options != config.options).unwrap_or(common);
         ensure!(
             kind != ModuleKind::Table || !(options.dora || options.bias),
             "{} is a table with {}, which is not supported: leave it out of target_modules",

@@ -95,7 +95,9 @@ impl ServeOptions {
         let budget = CacheBudget { room, block, first: of(1), next: of(2).saturating_sub(of(1)), most: 0 };
         let of_text = budget.of_text(room);
         let most = of_text.saturating_mul(self.slots);
-        let most = self.memory.map_or(most, |memory| memory.min(most));
+        // Each rank of experts has all of it, and each rank of tokens its part.
+        let copies = cp * self.held.ep.max(1);
+        let most = self.memory.map_or(most, |memory| (memory / copies).min(most));
         ensure!(
             of_text <= most,
             "a text of {room} tokens takes {of_text} bytes, and all have {most}: give more memory, or texts fewer tokens"

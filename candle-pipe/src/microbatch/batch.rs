@@ -49,9 +49,9 @@ impl Microbatches {
     /// use candle_core::{DType, Device, Tensor};
     /// use candle_pipe::microbatch::Microbatches;
     ///
-    /// let texts = [3, 5].map(|tokens| Tensor::zeros((1, tokens), DType::U32, &Device::Cpu));
-    /// let batch = Microbatches::of_rows(texts.into_iter().map(|text|
-    /// Ok(vec![text?.into()])).collect::<candle_core::Result<_>>()?)?; assert_eq!(batch.rows(), [1, 1]);
+    /// let text = |tokens: usize| Tensor::zeros((1, tokens), DType::U32, &Device::Cpu);
+    /// let batch = Microbatches::of_rows(vec![vec![text(3)?.into()], vec![text(5)?.into()]])?;
+    /// assert_eq!(batch.rows(), [1, 1]);
     /// # Ok::<(), candle_pipe::Error>(())
     /// ```
     ///

@@ -119,7 +119,7 @@ impl Text {
 
     /// Returns these bytes.
     pub(super) fn part(&self, part: Range<usize>) -> Self {
-        let mut made = Self::default();
+        let mut made = Self { is_markup: self.is_markup, ..Self::default() };
         made.push_part(self, part);
         made
     }
@@ -143,7 +143,7 @@ impl Text {
 
     /// Writes each character anew.
     pub(super) fn map<I: IntoIterator<Item = char>>(&self, mut f: impl FnMut(char) -> I) -> Self {
-        let mut made = Self::default();
+        let mut made = Self { is_markup: self.is_markup, ..Self::default() };
         for (_, c, is_foreign) in self.characters() {
             let start = made.text.len();
             made.text.extend(f(c));

@@ -39,12 +39,13 @@ type SeenHere = (Option<[Tensor; 2]>, usize);
 pub struct TextKv {
     /// None on a rank without heads.
     held: Option<[Tensor; 2]>,
-    /// The tokens before the new ones.
+    /// The tokens before the new ones, and how many these are.
     past: usize,
+    tokens: usize,
     /// The layouts of new keys and values.
     specs: [Spec; 2],
-    /// The window of the attention, or its chunk.
-    window: Option<usize>,
+    /// The window of the attention, and its chunk.
+    limits: [Option<usize>; 2],
 }
 
 /// The new tokens of a text, and the cache of those before them.
@@ -130,13 +131,14 @@ impl Attention {
         inputs: [&DTensor; 3],
         texts: Vec<TextTokens<'_>>,
     ) -> Result<(DTensor, Vec<TextKv>)> {
+        let counts: Vec<usize> = texts.iter().map(|text| text.tokens).collect();
         let (made, seen) = self.append_texts(inputs, texts)?;
         let [_, key, value] = inputs;
-        let kept = |(held, past)| {
+        let kept = |((held, past), tokens)| {
             let specs = [key.spec().clone(), value.spec().clone()];
-            TextKv { held, past, specs, window: self.window.or(self.chunk) }
+            TextKv { held, past, tokens, specs, limits: [self.window, self.chunk] }
         };
-        Ok((made, seen.into_iter().map(kept).collect()))
+        Ok((made, seen.into_iter().zip(counts).map(kept).collect()))
     }
 
     /// The attention of texts, and what each sees.
@@ -224,7 +226,7 @@ impl Attention {
         }
         self.check(batch, tokens, tokens)?;
         for text in texts {
-            text.cache.check([key, value], self.window.or(self.chunk))?;
+            text.cache.check([key, value], text.tokens, [self.window, self.chunk])?;
         }
         Ok(sizes)
     }
@@ -330,12 +332,13 @@ fn check_layouts(inputs: [&DTensor; 3]) -> Result<()> {
 }
 
 impl TextCache<'_> {
-    fn check(&self, new: [&DTensor; 2], window: Option<usize>) -> Result<()> {
+    fn check(&self, new: [&DTensor; 2], tokens: usize, limits: [Option<usize>; 2]) -> Result<()> {
+        let [window, chunk] = limits;
         let layout = match self {
             Self::All(cache) => &cache.0.layout,
             Self::Window(cache) => &cache.0.layout,
             Self::Latent(cache) => &cache.0.layout,
-            Self::Seen(seen) => return seen.check(new, window),
+            Self::Seen(seen) => return seen.check(new, tokens, limits),
         };
         if layout.dim != TOKENS {
             return Error::op(
@@ -343,14 +346,26 @@ impl TextCache<'_> {
                 format!("a cache with its tokens on dim {}: expected dim {TOKENS}", layout.dim),
             );
         }
-        if let Self::Window(cache) = self
-            && window != Some(cache.max_seq_len())
-        {
-            let kept = cache.max_seq_len();
-            return Error::op(
-                OP,
-                format!("a cache of {kept} tokens for a window of {window:?}; expected as many"),
-            );
+        if let Self::Window(cache) = self {
+            let (kept, range) = (cache.max_seq_len(), window.or(chunk));
+            if range != Some(kept) {
+                return Error::op(
+                    OP,
+                    format!("a cache of {kept} tokens for a window of {range:?}; expected as many"),
+                );
+            }
+            // Of a chunk the order counts. A cache begins anew with as many tokens at once as it keeps.
+            if window.is_none() && cache.offset() != cache.current_seq_len() % kept {
+                return Error::op(
+                    OP,
+                    format!(
+                        "a cache whose next token of a chunk of {kept} is at {} behind {}: append fewer than {kept} tokens at a time, \
+                         or by attention of texts",
+                        cache.offset(),
+                        cache.current_seq_len()
+                    ),
+                );
+            }
         }
         if let Self::Latent(_) = self
             && new[1].dims()[3] > new[0].dims()[3]
@@ -421,15 +436,19 @@ impl TextCache<'_> {
 }
 
 impl TextKv {
-    fn check(&self, new: [&DTensor; 2], window: Option<usize>) -> Result<()> {
-        if self.window != window {
+    fn check(&self, new: [&DTensor; 2], tokens: usize, limits: [Option<usize>; 2]) -> Result<()> {
+        if self.limits != limits {
             return Error::op(
                 OP,
                 format!(
-                    "a window of {window:?} over what was seen through {:?}; expected the same",
-                    self.window
+                    "a window and a chunk of {limits:?} over what was seen through {:?}; expected the same",
+                    self.limits
                 ),
             );
+        }
+        if self.tokens != tokens {
+            let seen = self.tokens;
+            return Error::op(OP, format!("{tokens} tokens over what {seen} have seen; expected as many"));
         }
         let [k, v] = new.map(DTensor::spec);
         if [k, v] != self.specs.each_ref() {
