@@ -264,10 +264,41 @@ fn what_was_seen_is_read_with_the_same_keys_and_window_alone() {
         };
         read(&options, &x)?;
         let said = read(&options.clone().window(2), &x).unwrap_err().to_string();
-        assert!(said.contains("a window of Some(2) over what was seen through None"), "{said}");
+        assert!(said.contains("[Some(2), None] over what was seen through [None, None]"), "{said}");
+        let said = read(&options.clone().chunk(2), &x).unwrap_err().to_string();
+        assert!(said.contains("[None, Some(2)] over what was seen through [None, None]"), "{said}");
+        let others = [1, 2].map(|tokens| TextTokens { tokens, cache: TextCache::Seen(&seen[0]) });
+        let said = options.of_texts([&x; 3], others.into()).unwrap_err().to_string();
+        assert!(said.contains("1 tokens over what 3 have seen"), "{said}");
         let said = read(&options, &x.narrow(1, 0, 2)?.redistribute(&[Shard(1)])?).unwrap_err().to_string();
         assert!(said.contains("expected those that were seen"), "{said}");
         assert_eq!(cache.current_seq_len(), 3);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_cache_whose_tokens_are_in_another_order_serves_no_chunks() {
+    on_ranks(2, "orders", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let of = |tokens: usize| distribute(&values(&[1, 4, tokens, DIM], 1, DType::F32), &mesh, &[Shard(1)]);
+        let x = of(1)?;
+        for (first, is_in_order) in [(10, false), (6, false), (3, true), (8, true)] {
+            let mut cache = RotatingKvCache::new(2, 4);
+            let tokens = of(first)?;
+            cache.append(&tokens, &tokens)?;
+            let mut chunk = |options: Attention| {
+                let text = TextTokens { tokens: 1, cache: TextCache::Window(&mut cache) };
+                options.causal(true).of_texts([&x; 3], vec![text])
+            };
+            let made = chunk(Attention::default().chunk(4));
+            assert_eq!(made.is_ok(), is_in_order, "{first}");
+            if let Err(error) = made {
+                assert!(error.to_string().contains("append fewer than 4 tokens at a time"), "{error}");
+                // Of a window the order does not matter.
+                chunk(Attention::default().window(4))?;
+            }
+        }
         Ok(())
     });
 }
