@@ -54,7 +54,7 @@ pub fn modules(config: &Config) -> Vec<LayerModule> {
         let bias = format!("{path}.bias");
         let has_bias = tensors.iter().any(|(name, _)| *name == bias);
         let parts = vec![(path.to_owned(), shape[0])];
-        let stored = config.stored_name(name);
+        let stored = in_memory(config, config.stored_name(name));
         let path = stored.strip_suffix(".weight").unwrap_or(path).to_owned();
         modules.push(LayerModule { path, kind, shape, parts, has_bias });
     }
@@ -65,20 +65,29 @@ pub fn modules(config: &Config) -> Vec<LayerModule> {
     }
     for (name, parts) in config.fused() {
         let module = |tensor: &str| tensor.trim_end_matches(".weight").to_owned();
-        let stored: Vec<String> = parts.iter().map(|(part, _)| module(&config.stored_name(part))).collect();
+        let stored_module = |name: &str| module(&in_memory(config, config.stored_name(name)));
+        let stored: Vec<String> = parts.iter().map(|(part, _)| stored_module(part)).collect();
         let parts: Vec<(String, usize)> = parts.iter().map(|(part, rows)| (module(part), *rows)).collect();
         let is_part = |module: &LayerModule| stored.contains(&module.path);
         // The taps of convolutions are no module here.
         let Some(columns) = modules.iter().find(|one| is_part(one)).map(|one| one.shape[1]) else { continue };
         modules.retain(|one| !is_part(one));
         let rows = parts.iter().map(|(_, rows)| rows).sum();
-        let (path, kind) = (module(&config.stored_name(&name)), ModuleKind::Linear);
+        let (path, kind) = (stored_module(&name), ModuleKind::Linear);
         let bias =
             |(part, _): &(String, usize)| tensors.iter().any(|(name, _)| *name == format!("{part}.bias"));
         let has_bias = parts.iter().any(bias);
         modules.push(LayerModule { path, kind, shape: [rows, columns], parts, has_bias });
     }
     modules
+}
+
+/// The name that transformers has in memory for what files have by this one.
+pub(super) fn in_memory(config: &Config, stored: String) -> String {
+    match stored.strip_prefix("backbone.").filter(|_| config.family == "nemotron_h") {
+        Some(rest) => format!("model.{rest}"),
+        None => stored,
+    }
 }
 
 fn kind_of(path: &str) -> ModuleKind {

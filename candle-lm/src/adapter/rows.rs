@@ -7,6 +7,7 @@ use anyhow::Result;
 use candle_core::{Device, Tensor};
 use candle_shard::Weights;
 
+use super::modules::in_memory;
 use super::{AdapterConfig, experts, known_name};
 use crate::config::Config;
 
@@ -48,8 +49,9 @@ pub(super) fn permuted(config: &Config, path: &str, tensor: &Tensor, back: bool)
 /// If a file cannot be read or written, or factors of experts are not those of the config.
 pub(super) fn open(path: &Path, config: &Config, (name, adapter): (&str, &AdapterConfig)) -> Result<Weights> {
     let experts = experts::modules(adapter, config)?;
+    let known = |name: &str| in_memory(config, known_name(name));
     if !are_turned(config) && experts.is_empty() {
-        return Ok(Weights::open(path)?.rename(known_name)?);
+        return Ok(Weights::open(path)?.rename(known)?);
     }
     let adapter = name;
     let mut tensors = HashMap::new();
@@ -58,7 +60,7 @@ pub(super) fn open(path: &Path, config: &Config, (name, adapter): (&str, &Adapte
         let has_rows = end.starts_with("B.") || end.starts_with("magnitude_vector");
         let has_rows = has_rows && are_turned(config);
         let tensor = if has_rows { permuted(config, module, &tensor, false)? } else { tensor };
-        tensors.insert(known_name(&name), tensor);
+        tensors.insert(known(&name), tensor);
     }
     experts.iter().try_for_each(|module| module.unstack(adapter, &mut tensors))?;
     // The open file is read, whatever becomes of its name.

@@ -317,9 +317,9 @@ fn key_heads_get_to_the_queries_that_they_serve() {
         let grads = cut.mul(&of_ranks)?.sum_all()?.backward()?;
         assert_eq!(distance(&cut.full_tensor()?, &keys), 0.0);
         assert_eq!(leaf.gradient_error(&grads, &factors)?, 0.0);
-        // Of one query group a rank would have a part.
-        let halves = distribute(&values(&[1, 4, 3, DIM], 1, DType::F64), &mesh, &[Shard(1)])?;
-        let said = cut.redistribute_with(&halves, 1).unwrap_err().to_string();
+        // Two of the three queries of a key.
+        let parts = distribute(&values(&[1, 6, 3, DIM], 1, DType::F64), &mesh, &[Shard(1)])?;
+        let said = cut.redistribute_with(&parts, 1).unwrap_err().to_string();
         assert!(said.contains("parts of a multiple of its elements"), "{said}");
         Ok(())
     });

@@ -795,6 +795,10 @@ pub(crate) fn convertible() -> (Vec<u32>, Vec<Family>) {
         if config["model_type"] == "gemma4_text" && config["enable_moe_block"] == json!(true) {
             config["top_k_experts"] = config["num_experts"].clone();
         }
+        if config["model_type"] == "llama4_text" {
+            // A router would choose other experts for what blocks round off.
+            config["num_experts_per_tok"] = config["num_local_experts"].clone();
+        }
         if config["model_type"] == "lfm2_moe" {
             // Convolutions multiply what blocks round off, and a router would choose other experts.
             config["num_experts_per_tok"] = config["num_experts"].clone();

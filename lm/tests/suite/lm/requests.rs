@@ -340,8 +340,8 @@ fn requests_over_quantized_weights_get_what_they_get_alone_on_as_many_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.gguf");
     let (_, models) = convertible();
-    let llama = models.iter().find(|family| family.config["model_type"] == "llama").expect("a llama");
-    write_gguf(&file, &llama.config, GgmlDType::Q8_0);
+    let qwen = models.iter().find(|family| family.case == "qwen3").expect("a dense model");
+    write_gguf(&file, &qwen.config, GgmlDType::Q8_0);
     let mut all = [0; 3];
     let meshes = [[1, 1, 1], [2, 1, 1], [2, 1, 2], [2, 2, 1]];
     for (seed, [ranks, dp, stages]) in (0..).zip(meshes) {

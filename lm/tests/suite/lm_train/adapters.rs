@@ -199,8 +199,12 @@ fn agrees(place: &Place, folder: &Path, fact: &Fact, mesh: &str) {
             let sum = |x: Tensor| f64::from(x.sum_all().unwrap().to_scalar::<f32>().unwrap());
             let got = [sum(grad.sqr().unwrap()).sqrt(), sum((&grad * probe).unwrap())];
             for (got, want) in got.into_iter().zip(want) {
-                // Rounding alone moves gradients of Gemma 2 with a scale of 2 by 8e-5.
-                let bound = if fact.case == "head of gemma2" { 2e-4 } else { 2e-5 };
+                // Rounding alone moves gradients of Gemma 2 with a scale of 2 by 8e-5. Delta rules add up more of it than attention.
+                let bound = match fact.case.as_str() {
+                    "head of gemma2" => 2e-4,
+                    case if case.ends_with(KINDS) => 1e-4,
+                    _ => 2e-5,
+                };
                 let off = (got - want).abs();
                 assert!(
                     off < bound * want.abs().max(1.0),
