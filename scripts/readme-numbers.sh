@@ -5,7 +5,7 @@
 # - A block ```text shows the output of the command in the block ```sh before it. (One after a block ```rust shows what that
 #   program prints; its doctest asserts it.) Each row of its tables must be printed by
 #   that command, under the same heads. Columns with a dot or a comma in a time or a rate (ms/step, tokens/s) must have a
-#   number there; a loss may differ by 0.002, as the sums of another processor may; all else must be the same.
+#   number there, and so must threads; a loss may differ by 0.002, as the sums of another processor may; all else must be the same.
 # - The sentences below `said` have numbers of a run in them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -63,7 +63,8 @@ for shown in "$work"/*.shown; do
     function plain(number) { gsub(/,/, "", number); return number }
     function number(text) { return plain(text) ~ /^[0-9]+(\.[0-9]+)?$/ }
     function same(head, a, b) {
-      if (head ~ /^(ms|tokens|samples)\//) return number(a) && number(b)
+      # Threads are the cores of the machine divided by the ranks.
+      if (head ~ /^(ms|tokens|samples)\// || head == "threads") return number(a) && number(b)
       if (head ~ /loss/ && number(a) && number(b)) return (a - b) * (a - b) <= 0.002 * 0.002
       return a == b
     }
