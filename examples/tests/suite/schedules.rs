@@ -94,7 +94,7 @@ fn all_are_compared_and_what_does_not_fit_is_told() {
     );
     let all = numbers(&["--schedule", "all", "--microbatches", "6"]);
     // All but the one that is left out, and greedy.
-    assert_eq!(all.as_object().map(|all| all.len()), Some(ScheduleKind::all().into_iter().count()));
+    assert_eq!(all.as_object().map(|all| all.len()), Some(ScheduleKind::all().count()));
     assert_eq!(all["zb-h1"], numbers(&["--schedule", "zb-h1", "--microbatches", "6"]));
 }
 
