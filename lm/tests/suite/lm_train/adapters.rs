@@ -189,7 +189,8 @@ fn agrees(place: &Place, folder: &Path, fact: &Fact, mesh: &str) {
         let mut used = 0;
         for (name, (shape, want, _)) in &fact.gradients {
             // Layers have other names, and other orders of rows, for some of these. The step shows whether they are trained.
-            let Some(grad) = stored(&all, name) else {
+            let is_dealt = fact.model == "gpt oss" && name.contains(".experts.");
+            let Some(grad) = stored(&all, name).filter(|_| !is_dealt) else {
                 assert!(fact.case.ends_with(KINDS), "{what}: {name} is not trained: {:?}", all.keys());
                 continue;
             };
