@@ -64,8 +64,8 @@ KINDS = {
     "starcoder2": dict(target_modules=ATTENTION + ["c_fc", "c_proj"]),
 }
 
-# gemma2 has large scores and nemotron large squares: with more of the adapter, their gradients depend on the order of sums.
-SHARES = {"gemma2": dict(lora_alpha=2), "nemotron": dict(lora_alpha=1)}
+# gemma2, ernie and llama4 have large scores and nemotron large squares: with more of the adapter, their gradients depend on the order of sums.
+SHARES = {"gemma2": dict(lora_alpha=2), "ernie": dict(lora_alpha=2), "llama4": dict(lora_alpha=1), "nemotron": dict(lora_alpha=1)}
 # The name of a case, the model, fields of its config that are others, and options of LoraConfig.
 FAMILIES = [(case, case, {}, dict(target_modules=LINEARS, **SHARES.get(case, {}))) for case in PLAIN_MODELS] + [
     ("phi3, fused", "phi3", {}, dict(target_modules=FUSED)),
