@@ -3,6 +3,7 @@ use log::LevelFilter;
 use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::fmt::Arguments;
+use std::io::Write;
 
 /// The most texts that go to stderr.
 const MOST: usize = 100;
@@ -20,9 +21,16 @@ pub fn warn(text: Arguments<'_>) {
     }
     let mut told = TOLD.lock();
     if told.len() < MOST && told.insert(text.to_string()) {
-        eprintln!("warning: {text}");
+        print(format_args!("warning: {text}"));
         if told.len() == MOST {
-            eprintln!("warning: these were {MOST} warnings; install a logger to see more");
+            print(format_args!("warning: these were {MOST} warnings; install a logger to see more"));
         }
     }
+}
+
+/// Writes a line to stderr at once, so that those of several ranks do not mix.
+pub(crate) fn print(line: Arguments<'_>) {
+    let line = format!("{line}\n");
+    // There is nobody to tell that it failed.
+    std::io::stderr().write_all(line.as_bytes()).ok();
 }

@@ -9,6 +9,7 @@ use super::wire::Wire;
 use crate::control::{Control, LAG};
 use crate::launch::host_name;
 use crate::link::within;
+use crate::warning;
 use crate::{Error, Result};
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -122,10 +123,10 @@ impl Drop for Keeper {
         // panic, that has been printed already.
         while let Ok(KeeperEvent::Ending) = events.recv() {
             if let Err(RecvTimeoutError::Timeout) = events.recv_timeout(limit) {
-                eprintln!(
+                warning::print(format_args!(
                     "note: MPI did not end within {limit:?}, so rank {} ends without it; its results are out",
                     self.driver.control().rank()
-                );
+                ));
                 return;
             }
         }
@@ -287,6 +288,6 @@ fn finish(driver: &Driver, ours: bool) {
     }
     let closed = wire.close();
     if let Err(error) = closed.and_then(|()| if ours { native::end() } else { Ok(()) }) {
-        eprintln!("MPI did not end well: {error}");
+        warning::print(format_args!("MPI did not end well: {error}"));
     }
 }
