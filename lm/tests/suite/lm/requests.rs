@@ -300,7 +300,8 @@ fn random_requests_get_what_they_get_alone_on_every_mesh() {
                 let held = ModelOptions { cp, ep, dp, ..ModelOptions::of(DType::F32) };
                 let options = ServeOptions { held, ..options(slots, chunk) };
                 let whole = options.cache_bytes(&ran.files.config, ranks, stages)?;
-                let memory = (seed % 2 == 1).then_some(whole / slots + whole / slots / 2);
+                // That of all ranks of tokens and of experts.
+                let memory = (seed % 2 == 1).then_some((whole / slots + whole / slots / 2) * cp * ep);
                 let options = ServeOptions { memory, block: 1 + seed as usize, ..options };
                 let made = served(ctx, stages, &ran.files, &options, QueueLimits::default(), |queue| {
                     let made = ran.client(queue, seed, 30);
