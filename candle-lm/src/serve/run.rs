@@ -70,7 +70,8 @@ impl ServeOptions {
         self.room.unwrap_or(usize::MAX).min(config.longest())
     }
 
-    /// The most bytes of [`memory`](Self::memory), of `ranks` ranks in `stages` stages.
+    /// The most bytes of keys and values, of `ranks` ranks in `stages` stages: those of one of the ranks that have other tokens of each
+    /// text, and of one of those that have other experts.
     ///
     /// # Errors
     /// If the longest text has no room in them, or a number is 0.
