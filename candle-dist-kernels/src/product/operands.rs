@@ -139,16 +139,16 @@ pub(crate) struct ProductRows<'a, T> {
 impl<T: Real> ProductRows<'_, T> {
     /// Computes the product.
     pub(crate) fn write(self, out: &mut [T]) {
-        Arch::new().dispatch(Call { product: self, out });
+        Arch::new().dispatch(ProductCall { product: self, out });
     }
 }
 
-struct Call<'a, 'b, T> {
+struct ProductCall<'a, 'b, T> {
     product: ProductRows<'a, T>,
     out: &'b mut [T],
 }
 
-impl<T: Real> WithSimd for Call<'_, '_, T> {
+impl<T: Real> WithSimd for ProductCall<'_, '_, T> {
     type Output = ();
 
     #[inline(always)]

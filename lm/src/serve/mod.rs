@@ -23,7 +23,7 @@ mod reply;
 mod response_writer;
 mod responses;
 mod routes;
-mod text_tokens;
+mod token_queue;
 mod vocabulary;
 
 pub use access::{Access, ApiKeys};

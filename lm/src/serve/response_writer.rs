@@ -11,7 +11,7 @@ use super::choice::{Choice, ChoiceStep};
 use super::events::EventWriter;
 use super::model::ServedModel;
 use super::reply::ReplyDelta;
-use super::text_tokens::TextTokens;
+use super::token_queue::TokenQueue;
 
 /// What an item of a response is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub(super) struct ResponseWriter {
     /// The log-probabilities of the open message.
     told: Vec<Value>,
     /// Those of tokens whose text is not clear yet.
-    untold: TextTokens<Value>,
+    untold: TokenQueue<Value>,
     end: Option<&'static str>,
     sequence: u64,
 }
@@ -53,7 +53,7 @@ impl ResponseWriter {
             items: Vec::new(),
             open: None,
             told: Vec::new(),
-            untold: TextTokens::default(),
+            untold: TokenQueue::default(),
             end: None,
             sequence: 0,
         }

@@ -4,20 +4,20 @@ use std::collections::VecDeque;
 
 /// Tokens that have been written, and are not yet those of a text: a text is clear only when no mark can begin in it.
 #[derive(Debug)]
-pub(super) struct TextTokens<T> {
+pub(super) struct TokenQueue<T> {
     /// Each token with its bytes.
     waiting: VecDeque<(T, Vec<u8>)>,
     /// The bytes of the last token that was taken which are behind its text.
     rest: Vec<u8>,
 }
 
-impl<T> Default for TextTokens<T> {
+impl<T> Default for TokenQueue<T> {
     fn default() -> Self {
         Self { waiting: VecDeque::new(), rest: Vec::new() }
     }
 }
 
-impl<T> TextTokens<T> {
+impl<T> TokenQueue<T> {
     pub(super) fn push(&mut self, token: T, bytes: Vec<u8>) {
         self.waiting.push_back((token, bytes));
     }
@@ -54,10 +54,10 @@ impl<T> TextTokens<T> {
 
 #[cfg(test)]
 mod tests {
-    use super::TextTokens;
+    use super::TokenQueue;
 
-    fn waiting(pieces: &[&'static str]) -> TextTokens<&'static str> {
-        let mut tokens = TextTokens::default();
+    fn waiting(pieces: &[&'static str]) -> TokenQueue<&'static str> {
+        let mut tokens = TokenQueue::default();
         pieces.iter().for_each(|piece| tokens.push(*piece, piece.as_bytes().to_vec()));
         tokens
     }
@@ -86,7 +86,7 @@ mod tests {
 
     #[test]
     fn a_broken_character_takes_all_that_wait() {
-        let mut tokens = TextTokens::default();
+        let mut tokens = TokenQueue::default();
         [[0xe2], [0x82]].into_iter().for_each(|byte| tokens.push(byte[0], byte.to_vec()));
         assert_eq!(tokens.take("\u{fffd}"), [0xe2, 0x82]);
     }
