@@ -2,10 +2,12 @@
 import argparse
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +66,33 @@ def with_torch(doc):
     if args.rounds < 1:
         parser.error("give at least 1 for --rounds")
     return args
+
+
+def busy(seconds=3):
+    """Returns the part of this machine's cores that other work, or other guests, take."""
+    def ticks():
+        return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+
+    before = ticks()
+    time.sleep(seconds)
+    spent = [b - a for a, b in zip(before, ticks())]
+    return 1 - (spent[3] + spent[4]) / max(1, sum(spent))
+
+
+def require_quiet(dry_run):
+    """Ends the script if other work would change what it writes."""
+    part = busy()
+    if part > 0.03 and not dry_run:
+        sys.exit(f"Other work takes {part:.0%} of this machine: stop it, or print the numbers alone with --dry-run.")
+
+
+def processor():
+    """Returns the name of the processor, and its widest vectors."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = said.get("flags", "").split()
+    vectors = next((name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in flags), "no AVX2")
+    return f"{os.cpu_count()} cores of {said.get('model name', platform.machine())}, family {said.get('cpu family')}, model {said.get('model')} ({vectors})"
 
 
 def words(flags):

@@ -4,14 +4,21 @@
 //! threads thus wait for each other unless each rank computes on its own thread. Both pools read their environment
 //! variable (`CANDLE_NUM_THREADS`, `RAYON_NUM_THREADS`) once and have no other setting. Each matrix product asks for the number
 //! again, and where `RAYON_NUM_THREADS` is not set, candle counts the cores each time: on Linux it parses `/proc/cpuinfo`,
-//! which takes longer than a small product. The first local world therefore sets the variables, once per process. The environment may change only while no other thread can read it:
-//! [`settle`] changes it only if the process has a single thread, and the caller of [`settle_among_threads`] guarantees
-//! it.
+//! which takes longer than a small product. The first local world therefore sets the variables, once per process.
+//!
+//! After an elementwise op, candle's threads look for the next one for a third of a millisecond, and take cores from the other pool.
+//! `CANDLE_BARRIER_POOL_SPIN_LIMIT` ends that earlier, and is set with the other two.
+//!
+//! The environment may change only while no other thread can read it: [`settle`] changes it only if the process has a single
+//! thread, and the caller of [`settle_among_threads`] guarantees it.
 use std::sync::OnceLock;
 
 static SETTLED: OnceLock<usize> = OnceLock::new();
 
 const VARIABLES: [&str; 2] = ["CANDLE_NUM_THREADS", "RAYON_NUM_THREADS"];
+
+/// How many times a thread of candle's elementwise ops looks for work before it sleeps: some 10 µs.
+const SPIN: (&str, &str) = ("CANDLE_BARRIER_POOL_SPIN_LIMIT", "1000");
 
 /// The most compute threads of a rank. Pools reserve memory for each.
 const MOST: usize = 1 << 12;
@@ -50,17 +57,17 @@ pub fn default_per_rank(ranks: usize) -> usize {
 /// ```
 pub fn settle(per_rank: usize) -> usize {
     *SETTLED.get_or_init(|| {
-        if unset().next().is_some() {
-            if is_only_thread() {
-                // SAFETY: this is the only thread of the process, and it starts none before `set` returns.
-                unsafe { set(per_rank) }
-            } else if let Some(consequence) = consequence(per_rank.max(1)) {
-                eprintln!(
-                    "candle-dist: this process has several threads already, so candle {consequence}; set {} in the environment, or \
-                     call candle_dist::threads::settle first in main",
-                    VARIABLES.join(" and ")
-                );
-            }
+        if is_only_thread() {
+            // SAFETY: this is the only thread of the process, and it starts none before `set` returns.
+            unsafe { set(per_rank) }
+        } else if unset().next().is_some()
+            && let Some(consequence) = consequence(per_rank.max(1))
+        {
+            eprintln!(
+                "candle-dist: this process has several threads already, so candle {consequence}; set {} in the environment, or \
+                 call candle_dist::threads::settle first in main",
+                VARIABLES.join(" and ")
+            );
         }
         in_force()
     })
@@ -99,9 +106,11 @@ fn unset() -> impl Iterator<Item = &'static str> {
 /// # Safety
 /// As for [`settle_among_threads`].
 unsafe fn set(per_rank: usize) {
-    for name in unset() {
+    let per_rank = per_rank.max(1).to_string();
+    let spin = std::iter::once(SPIN).filter(|(name, _)| std::env::var_os(name).is_none());
+    for (name, value) in unset().map(|name| (name, per_rank.as_str())).chain(spin) {
         // SAFETY: guaranteed by the caller.
-        unsafe { std::env::set_var(name, per_rank.max(1).to_string()) };
+        unsafe { std::env::set_var(name, value) };
     }
 }
 
@@ -127,7 +136,7 @@ mod tests {
     fn child(how: &str) -> [String; 2] {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["threads::tests::as_child", "--exact", "--nocapture", "--test-threads", "1"]);
-        VARIABLES.iter().for_each(|name| _ = command.env_remove(name));
+        VARIABLES.iter().chain([&SPIN.0]).for_each(|name| _ = command.env_remove(name));
         let output = command.env("SETTLE", how).output().unwrap();
         assert!(output.status.success(), "{output:?}");
         [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap())
@@ -141,7 +150,8 @@ mod tests {
             Ok("among threads") => unsafe { settle_among_threads(7) },
             _ => return,
         };
-        println!("SETTLED {settled} {:?}", VARIABLES.map(|name| std::env::var(name).ok()));
+        let names = [VARIABLES[0], VARIABLES[1], SPIN.0];
+        println!("SETTLED {settled} {:?}", names.map(|name| std::env::var(name).ok()));
     }
 
     #[test]
@@ -149,14 +159,14 @@ mod tests {
     fn the_environment_is_left_alone_while_other_threads_may_read_it() {
         // The test harness has its own thread.
         let [out, err] = child("safe");
-        assert!(out.contains("[None, None]"), "{out}");
+        assert!(out.contains("[None, None, None]"), "{out}");
         assert!(
             err.contains("where 7 are wanted")
                 && err.contains("set CANDLE_NUM_THREADS and RAYON_NUM_THREADS"),
             "{err}"
         );
         let [out, err] = child("among threads");
-        assert!(out.contains("SETTLED 7 [Some(\"7\"), Some(\"7\")]"), "{out}");
+        assert!(out.contains("SETTLED 7 [Some(\"7\"), Some(\"7\"), Some(\"1000\")]"), "{out}");
         assert!(!err.contains("are wanted"), "{err}");
     }
 }

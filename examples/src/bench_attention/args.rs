@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use candle_core::DType;
 use candle_shard::ContextWay;
 use clap::{Parser, ValueEnum};
 
@@ -12,7 +13,7 @@ use crate::cli::{Checked, Output, require};
 const ABOUT: &str = "\
 Measures causal attention of a sequence that is cut over ranks, forward and backward
 
-Ranks are threads of this process. Query, key and value are f32, one sequence, cut in zigzag order so that all ranks have
+Ranks are threads of this process. Query, key and value are one sequence, cut in zigzag order so that all ranks have
 equal work. A time is the median over the rounds of the slowest rank's milliseconds; bytes are those that the busiest rank
 passes to others. One rank computes the same without communication.";
 
@@ -55,6 +56,14 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub dim: usize,
 
+    /// Dtype of query, key and value: f32, f64, bf16 or f16
+    #[arg(long, value_name = "DTYPE", default_value = "f32")]
+    pub dtype: DType,
+
+    /// Keys that a query sees, itself included [default: all until itself]
+    #[arg(long, value_name = "N")]
+    pub window: Option<usize>,
+
     /// Compute threads of each rank [default: the cores divided by the ranks]
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
@@ -81,13 +90,14 @@ impl Args {
     /// # Errors
     /// A sentence with the flag, its value and a remedy.
     pub fn validate(&self) -> Checked {
-        let Self { ranks, length, heads, kv_heads, dim, threads, rounds, .. } = *self;
+        let Self { ranks, length, heads, kv_heads, dim, dtype, window, threads, rounds, .. } = *self;
         check_counts([
             ("--ranks", ranks, MOST_RANKS),
             ("--length", length, MOST_TOKENS),
             ("--heads", heads, MOST_TOKENS),
             ("--kv-heads", kv_heads, MOST_TOKENS),
             ("--dim", dim, MOST_TOKENS),
+            ("--window", window.unwrap_or(1), MOST_TOKENS),
             ("--threads", threads.unwrap_or(1), MOST_RANKS),
             ("--rounds", rounds, MOST_TOKENS),
         ])?;
@@ -99,6 +109,11 @@ impl Args {
         require!(
             heads.is_multiple_of(kv_heads),
             "--heads {heads} is not divisible by --kv-heads {kv_heads}: use a multiple of it."
+        );
+        require!(
+            matches!(dtype, DType::F32 | DType::F64 | DType::BF16 | DType::F16),
+            "--dtype {} has no attention: use f32, f64, bf16 or f16.",
+            dtype.as_str()
         );
         Output::new(self.json.as_deref()).check()
     }

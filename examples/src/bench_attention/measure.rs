@@ -48,13 +48,13 @@ fn on_rank(ctx: &RankContext, args: &Args) -> candle_shard::Result<Phases> {
     let put = |name: &str, heads: usize| {
         let even = Distribution::Uniform { lo: -1.0, up: 1.0 };
         let shape = [1, args.length, heads, args.dim];
-        let whole = sample_full(Stream::new(0, name), even, &shape, DType::F32, &Device::Cpu)?;
+        let whole = sample_full(Stream::new(0, name), even, &shape, DType::F32, &Device::Cpu)?.to_dtype(args.dtype)?;
         order.distribute(&whole, 1, &mesh, &[Shard(1)])?.to_var()
     };
     let [(q, _), (k, _), (v, _)] =
         [put("query", args.heads)?, put("key", args.kv_heads)?, put("value", args.kv_heads)?];
     let way = Some(args.way.way());
-    let attention = Attention::default().causal(true).order(order).way(way);
+    let attention = Attention::default().causal(true).order(order).way(way).window(args.window);
     let mut phases = Phases::default();
     for round in 0..=args.rounds {
         ctx.group().barrier()?;
