@@ -3,7 +3,7 @@
 
 Usage: python3 benchmarks/decode.py [--model FILE] [--rounds 5] [--max-tokens 64] [--llama-python PYTHON]
 
-Without --model, it takes the SmolLM2-135M-Instruct of scripts/smollm2.sh. A rank has one thread. Without a Python that
+Without --model, it takes the SmolLM2-135M-Instruct of scripts/smollm2.sh. A rank has one thread where nothing else is said. Without a Python that
 has llama-cpp-python or xllamacpp (--llama-python, or LLAMA_PYTHON in the environment), llama.cpp is left out. The wheels of
 xllamacpp use no AVX-512; llama-cpp-python is built for the machine.
 """
@@ -38,6 +38,7 @@ def main():
     candle = [build("candle-decode", kind="example"), *task]
     sides = {
         "1 rank": ([*lm, "--tp", "1"], 1),
+        "1 rank of 2 threads": ([*lm, "--tp", "1"], 2),
         "2 ranks": ([*lm, "--tp", "2"], 1),
         "candle-transformers, 1 thread": (candle, 1),
         "candle-transformers, 2 threads": (candle, 2),
@@ -56,14 +57,15 @@ def main():
             made = output(command, threads=threads)
             for key, series in speeds[name].items():
                 series.append(made[key])
-    print("| side | prompt, tokens/s | decode, tokens/s | decode, of 1 rank | spread of the ratio |")
-    print("|---|---|---|---|---|")
-    alone = speeds["1 rank"]["tokens_per_s"]
+    print("| side | prompt, tokens/s | prompt, of 1 rank | decode, tokens/s | decode, of 1 rank | spread of the ratio |")
+    print("|---|---|---|---|---|---|")
+    alone, prompt_alone = speeds["1 rank"]["tokens_per_s"], speeds["1 rank"]["prompt_tokens_per_s"]
     for name, made in speeds.items():
         ratios = [a / b for a, b in zip(made["tokens_per_s"], alone)]
         prompt, decode = (statistics.median(made[key]) for key in ("prompt_tokens_per_s", "tokens_per_s"))
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        print(f"| {name} | {prompt:.0f} | {decode:.1f} | {statistics.median(ratios):.2f} | {spread} |")
+        gain = statistics.median(a / b for a, b in zip(made["prompt_tokens_per_s"], prompt_alone))
+        print(f"| {name} | {prompt:.0f} | {gain:.2f} | {decode:.1f} | {statistics.median(ratios):.2f} | {spread} |")
 
 
 if __name__ == "__main__":

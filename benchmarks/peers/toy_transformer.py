@@ -4,7 +4,8 @@
 Usage: python3 benchmarks/peers/toy_transformer.py [--world 2] [--steps 12] [--dim 256] [--seq 128] [--batch 8]
 
 The model is the one of PyTorch's own tests, in the size of this project's toy Transformer: AdamW, cross entropy, f32, no
-dropout. A number is the median milliseconds of a training step on rank 0; single is the same with one process.
+dropout. A number is the median milliseconds of a training step on rank 0; single is the same with one process, and single_threads
+with one process of --threads threads.
 """
 import argparse
 import json
@@ -71,17 +72,19 @@ def rank_main(rank, args, rendezvous, results):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("world", 2), ("steps", 12), ("dim", 256), ("seq", 128), ("batch", 8)):
+    for name, default in (("world", 2), ("steps", 12), ("dim", 256), ("seq", 128), ("batch", 8), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--foreach", action="store_true", help="AdamW on lists of tensors")
     args = parser.parse_args()
     torch.set_num_threads(1)
     single = steps_ms(model_of(args), args, lambda: None)
+    torch.set_num_threads(args.threads)
+    single_threads = steps_ms(model_of(args), args, lambda: None)
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (args, f"{folder}/rendezvous", results), nprocs=args.world)
-    print(json.dumps({"runs": {"single": single, **results.get()}}))
+    print(json.dumps({"runs": {"single": single, "single_threads": single_threads, **results.get()}}))
 
 
 if __name__ == "__main__":

@@ -51,11 +51,12 @@ impl<T: Real> Partial<T> {
         let AttentionSizes { queries, heads, kv_heads, width, .. } = sizes;
         let (group, at_once) = (sizes.group(), queries_at_once::<T>(visible, &[&v])?);
         let mut whole = Self::nothing(&sizes);
-        let pieces = sizes.pieces(queries, PIECE);
+        let size = piece_size(queries);
+        let pieces = sizes.pieces(queries, size);
         let rows = HeadPiece::cut(
             &mut whole.out,
             [queries, kv_heads, group * width],
-            [queries.div_ceil(PIECE), PIECE],
+            [queries.div_ceil(size), size],
         );
         let norms = sizes.each(pieces.iter().zip(rows), |(piece, rows)| {
             over_piece([&q, &k, &v], (&sizes, piece), scale, (visible, at_once), rows)
@@ -134,8 +135,10 @@ pub(super) fn log_sum<T: Real>((top, sum): (T, T), rest: T) -> T {
     if sum == T::zero() { T::from_f64(f64::NEG_INFINITY) } else { top * rest + sum.ln() }
 }
 
-/// Queries of a head that meet a tile of keys while it is packed.
-const PIECE: usize = 256;
+/// Returns how many queries of a head meet a tile of keys while it is packed: more in long texts, which have pieces enough for all threads.
+fn piece_size(queries: usize) -> usize {
+    (queries / 32).next_power_of_two().clamp(256, 1024)
+}
 
 /// Computes the queries of a piece for each head of its group; `out` has a row of all of them for each query. Returns
 /// the norms, head by head.
