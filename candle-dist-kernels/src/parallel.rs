@@ -19,12 +19,19 @@ thread_local! {
 /// Pieces of work for each thread: threads that are done take pieces of others.
 const PIECES: usize = 8;
 
+/// Multiplications from which a matrix product gets several threads, candle's own products too: some 80 µs on one thread. A thread that sleeps
+/// needs about as long until it helps.
+const PRODUCT: usize = 4 << 20;
+
 /// Returns how many threads a large piece of work gets, and makes them this thread's.
 pub(super) fn threads() -> usize {
     let threads = get_num_threads();
     if threads > 1 && rayon::current_thread_index().is_none() {
         // This thread is one of the workers. rayon keeps some kilobytes for it, also after its end.
-        let pool = || ThreadPoolBuilder::new().num_threads(threads).use_current_thread().build().ok();
+        let pool = || {
+            gemm::set_threading_threshold(PRODUCT);
+            ThreadPoolBuilder::new().num_threads(threads).use_current_thread().build().ok()
+        };
         POOL.with(|made| _ = made.get_or_init(pool));
     }
     threads
