@@ -27,6 +27,7 @@ def main():
     parser.add_argument("--prompt", default=SENTENCE * 10, help="the text to continue")
     python = os.environ.get("LLAMA_PYTHON", sys.executable)
     parser.add_argument("--llama-python", default=python, help="a Python with llama-cpp-python or xllamacpp")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="only sides whose name has one of these texts")
     args = parser.parse_args()
     if args.rounds < 1 or args.max_tokens < 2:
         parser.error("give at least 1 for --rounds and 2 for --max-tokens")
@@ -51,6 +52,9 @@ def main():
             sides[f"llama.cpp ({package}), {name}"] = ([*peer, "--threads", str(threads)], threads)
     else:
         say(f"llama.cpp is left out: {args.llama_python} has neither llama-cpp-python nor xllamacpp.")
+    sides = {name: side for name, side in sides.items() if any(text in name for text in args.only)}
+    if "1 rank" not in sides:
+        parser.error("--only leaves out 1 rank, with which others are compared")
     speeds = {name: {"prompt_tokens_per_s": [], "tokens_per_s": []} for name in sides}
     for _ in range(args.rounds):
         for name, (command, threads) in sides.items():
