@@ -233,9 +233,7 @@ fn log_probabilities_behind_a_call_that_is_left_out_are_those_of_the_text() {
         format!("<tool_call>{{\"name\": \"weather\", \"arguments\": {{\"city\": \"{city}\"}}}}</tool_call>\n")
     };
     // The text, or the call that is cut, begins as the call that is left out.
-    for (text, stop) in
-        [("Bonn.", Stop::End), ("<tool_call>{\"name\": \"weather\", \"argum", Stop::Length)]
-    {
+    for (text, stop) in [("Bonn.", Stop::End), ("<tool_call>{\"name\": \"weather\", \"argum", Stop::Length)] {
         let script =
             Script { fall: 0.001, stop, ..Script::text(&format!("{}{}{text}", call("Rom"), call("Bonn"))) };
         let written = script.tokens.len();
@@ -244,7 +242,10 @@ fn log_probabilities_behind_a_call_that_is_left_out_are_those_of_the_text() {
         let body = asked(json!({"tools": tools(), "parallel_tool_calls": false, "include": include}));
         let whole = post(server.address, RESPOND, &body).json();
         let [called, message] = whole["output"].as_array().unwrap().as_slice() else { panic!("{whole}") };
-        assert_eq!((called["arguments"].as_str(), &message["type"]), (Some("{\"city\":\"Rom\"}"), &json!("message")));
+        assert_eq!(
+            (called["arguments"].as_str(), &message["type"]),
+            (Some("{\"city\":\"Rom\"}"), &json!("message"))
+        );
         let part = &message["content"][0];
         assert_eq!(part["text"], text);
         let told = part["logprobs"].as_array().unwrap();

@@ -37,7 +37,7 @@ impl Weights {
     /// | `gptq` | 2, 4 or 8 bits, also with `desc_act`, of either `checkpoint_format` |
     /// | `awq` | 4 bits, version `gemm` |
     /// | `bitsandbytes` | `nf4` and `fp4`, also with nested scales; 8 bits |
-    /// | none, or `mlx` | MLX's `affine` codes of 2, 4 or 8 bits |
+    /// | none, or `mlx` | MLX's `affine` codes of 2, 4 or 8 bits, also of stacked experts |
     /// | `modelopt` | `FP8`, `NVFP4` and `MIXED_PRECISION` of both |
     /// | `mxfp4` | the `_blocks` and `_scales` of gpt-oss, as the transposed matrices of files without codes |
     ///
@@ -225,18 +225,10 @@ impl Weights {
                     _ => return Err(self.wrong(&name, &scales, &format!("as scales of {:?}", codes.shape))),
                 };
                 let block = block.map(|size| size.max(1));
-                let matrix = |at: usize| {
+                let made = StoredTensor::of_matrices(count, [rows, columns], |at| {
                     let (codes, scales, index) = (codes.clone(), scales.clone(), Some(at));
-                    let scheme = Scheme::Scaled { codes, is_float: true, scales, block, factor: 1.0, index };
-                    SchemePiece::whole(scheme, [rows, columns]).at(at)
-                };
-                let schemes = (0..count).map(matrix).collect();
-                let made = StoredTensor {
-                    shape: vec![count, rows, columns],
-                    dtype: "F32".into(),
-                    pieces: Vec::new(),
-                    schemes,
-                };
+                    Scheme::Scaled { codes, is_float: true, scales, block, factor: 1.0, index }
+                });
                 self.tensors.insert(name, made);
             }
         }
@@ -287,21 +279,30 @@ impl Weights {
         Ok(())
     }
 
-    /// Finds matrices of MLX's codes, whose numbers of bits follow from the shapes; `config` names modules with other groups than `group`.
+    /// Finds matrices of MLX's codes, and stacks of them, whose numbers of bits follow from the shapes; `config` names modules with other
+    /// groups than `group`.
     fn mlx(&mut self, config: &Value, group: usize) -> Result<()> {
         for module in self.modules(".scales") {
             let (codes, scales) = (self.need(&module, ".weight")?, self.need(&module, ".scales")?);
             let biases = self.need(&module, ".biases")?;
-            let size = config[&module]["group_size"].as_u64().map_or(group, |size| size as usize);
-            let shape = match (&codes.shape[..], &scales.shape[..]) {
-                (&[rows, words], &[of, groups]) if rows == of && groups > 0 => groups
+            let size = of_module(config, &module)["group_size"].as_u64().map_or(group, |size| size as usize);
+            let (front, last) = codes.shape.split_at(codes.shape.len().saturating_sub(1));
+            let found = match (last, scales.shape.split_last()) {
+                (&[words], Some((&groups, of))) if front == of && groups > 0 => groups
                     .checked_mul(size)
                     .zip(words.checked_mul(32))
                     .filter(|(columns, bits)| *columns > 0 && bits.is_multiple_of(*columns))
-                    .map(|(columns, bits)| ([rows, columns], bits / columns)),
+                    .map(|(columns, bits)| (columns, bits / columns)),
                 _ => None,
             };
-            let Some((shape, bits @ (2 | 4 | 8))) = shape.filter(|_| is_word(&codes)) else {
+            let stack = match *front {
+                [rows] => Some((None, rows)),
+                [count, rows] => Some((Some(count), rows)),
+                _ => None,
+            };
+            let (Some((columns, bits @ (2 | 4 | 8))), Some((count, rows)), true) =
+                (found, stack, is_word(&codes))
+            else {
                 let why =
                     format!("as codes of 2, 4 or 8 bits with scales {:?} of groups of {size}", scales.shape);
                 return Err(self.wrong(&module, &codes, &why));
@@ -313,7 +314,16 @@ impl Weights {
                     &format!("as biases beside scales {:?}", scales.shape),
                 ));
             }
-            self.give(&module, shape, Scheme::Affine { codes, scales, biases, bits, size })?;
+            let shape = [rows, columns];
+            let Some(count) = count else {
+                self.give(&module, shape, Scheme::Affine { codes, scales, biases, bits, size, index: None })?;
+                continue;
+            };
+            let made = StoredTensor::of_matrices(count, shape, |at| {
+                let (codes, scales, biases) = (codes.clone(), scales.clone(), biases.clone());
+                Scheme::Affine { codes, scales, biases, bits, size, index: Some(at) }
+            });
+            self.tensors.insert(format!("{module}.weight"), made);
         }
         Ok(())
     }
@@ -403,13 +413,10 @@ impl Weights {
                 return Err(self.wrong(&name, &scales, &format!("as scales of {:?}", codes.shape)));
             }
             let shape = [blocks.saturating_mul(MX_BLOCK), columns];
-            let piece = |index| {
+            let stored = StoredTensor::of_matrices(count, shape, |index| {
                 let (codes, scales) = (codes.clone(), scales.clone());
-                SchemePiece::whole(Scheme::Mxfp4 { codes, scales, index }, shape).at(index)
-            };
-            let schemes = (0..count).map(piece).collect();
-            let shape = vec![count, shape[0], shape[1]];
-            let stored = StoredTensor { shape, dtype: "F32".into(), pieces: Vec::new(), schemes };
+                Scheme::Mxfp4 { codes, scales, index }
+            });
             if self.tensors.insert(name.clone(), stored).is_some() {
                 return Err(Error::file(&self.source, format!("has {name:?} both in parts and as a weight")));
             }
@@ -540,6 +547,15 @@ impl StoredTensor {
             )),
         }
     }
+}
+
+/// Returns what a config says of a module, by its name or by that in a larger model of which this one is a part.
+fn of_module<'a>(config: &'a Value, module: &str) -> &'a Value {
+    let is_it = |name: &str| {
+        name.strip_suffix(module).is_some_and(|before| before.is_empty() || before.ends_with('.'))
+    };
+    let mut named = config.as_object().into_iter().flatten();
+    named.find(|(name, _)| is_it(name)).map_or(&Value::Null, |(_, said)| said)
 }
 
 /// Returns whether a tensor has words of 32 bits.
