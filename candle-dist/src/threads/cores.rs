@@ -53,11 +53,11 @@ fn of_container(groups: &str, root: &Path) -> Option<usize> {
 
 /// Returns how many numbers a list such as `0-3,8` has; `None` if it is no such list, or has none.
 fn count(list: &str) -> Option<usize> {
-    let mut all = 0;
+    let mut all = 0usize;
     for part in list.trim().split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let [first, last] = [first, last].map(|number| number.trim().parse::<usize>().ok());
-        all += (last?.checked_sub(first?)?).checked_add(1)?;
+        all = last?.checked_sub(first?)?.checked_add(1)?.checked_add(all)?;
     }
     Some(all)
 }
