@@ -5,6 +5,7 @@
 mod decode;
 mod layers;
 mod method;
+mod mlx;
 mod views;
 
 use super::{StoredTensor, Weights};
