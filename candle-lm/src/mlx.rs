@@ -93,7 +93,7 @@ fn latents(mut weights: Weights) -> Result<Weights> {
 fn convolutions(mut weights: Weights, config: &mut Config) -> Result<Weights> {
     let is_turned = |name: &&str| {
         let is_taps = TAPS.iter().any(|end| name.ends_with(end));
-        is_taps && weights.shape(name).is_ok_and(|shape| matches!(shape, [_, 2.., 1]))
+        is_taps && weights.shape(name).is_ok_and(|shape| matches!(shape, [_, taps, 1] if *taps > 1))
     };
     let turned: Vec<String> = weights.names().filter(is_turned).map(str::to_owned).collect();
     for name in &turned {

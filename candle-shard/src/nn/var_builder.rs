@@ -498,7 +498,8 @@ impl MeshVarBuilder {
             )));
         }
         if self.is_outline {
-            let zeros = empty::full(0.0, &[], *dtype, self.device())?.broadcast_as(spec.local_shape().as_slice())?;
+            let zeros =
+                empty::full(0.0, &[], *dtype, self.device())?.broadcast_as(spec.local_shape().as_slice())?;
             self.shared.outlined.fetch_add(zeros.elem_count(), Ordering::Relaxed);
             requested.push(name.clone());
             building.end();

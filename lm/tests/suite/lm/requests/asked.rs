@@ -8,7 +8,10 @@ use candle_lm::engine::ModelOptions;
 use candle_lm::generate::Stop;
 use candle_lm::score::score;
 use candle_lm::score::windows::windows;
-use candle_lm::serve::{QueueLimits, RequestError, RequestStream, ServeRequest, SubmitError, TokenConstraint, TokenEvent, TokenMask};
+use candle_lm::serve::{
+    QueueLimits, RequestError, RequestStream, ServeRequest, SubmitError, TokenConstraint, TokenEvent,
+    TokenMask,
+};
 use test_utils::on_ranks;
 
 use crate::lm::config;

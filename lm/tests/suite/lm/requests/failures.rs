@@ -10,7 +10,10 @@ use candle_dist::World;
 use candle_lm::files::Files;
 use candle_lm::generate::Stop;
 use candle_lm::random_model;
-use candle_lm::serve::{QueueLimits, RequestError, RequestQueue, RequestStream, ServeOptions, ServeRequest, SubmitError, TokenConstraint, TokenEvent, TokenMask, serve};
+use candle_lm::serve::{
+    QueueLimits, RequestError, RequestQueue, RequestStream, ServeOptions, ServeRequest, SubmitError,
+    TokenConstraint, TokenEvent, TokenMask, serve,
+};
 use test_utils::on_ranks;
 
 use crate::lm::config;

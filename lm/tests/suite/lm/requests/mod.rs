@@ -15,7 +15,10 @@ use candle_lm::config::Config;
 use candle_lm::engine::ModelOptions;
 use candle_lm::files::Files;
 use candle_lm::random_model;
-use candle_lm::serve::{QueueLimits, RequestQueue, RequestStream, ServeOptions, ServeReport, ServeRequest, TokenConstraint, TokenEvent, TokenMask, serve};
+use candle_lm::serve::{
+    QueueLimits, RequestQueue, RequestStream, ServeOptions, ServeReport, ServeRequest, TokenConstraint,
+    TokenEvent, TokenMask, serve,
+};
 use test_utils::on_ranks;
 
 use crate::lm::config;
