@@ -78,6 +78,18 @@ range(3) | list, range(1, 7, 2) | list, range(3, 0, -1) | list, dict(a=1, b=2), 
 "é".upper(), "ß".upper(), "İ".lower() | length, "ﬁ" | upper
 (('<a>' | safe) + '<b>') ~ '', ('<b>' + ('<a>' | safe)) ~ '', ('<a>' | safe) ~ '<b>' ~ "it's" ~ 1, (('<a>' | e) + '<b>') ~ '', (('<a>' | safe) + ('<b>' | safe)) ~ '', ('<a>' | e | e) ~ ''
 ('<a>' | safe | forceescape) ~ '', (('<a>' | safe | string) + '&') ~ '', 'a' + ('<' | safe | length | string) + '<', ['<a>' | safe] | length, (('<a>' | safe) ~ 'x') + '<'
+(('<a>' | safe).replace('a', '<') + '&') ~ '', (('&lt;' | safe).replace('<', 'x') + '&') ~ '', ('<a>'.replace('a', '<b>' | safe) + '&') ~ '', (('aaa' | safe).replace('a', '"', 2) + '<') ~ ''
+(('<a>' | safe | replace('a', '<')) + '&') ~ '', ('<a>' | replace('a' | safe, '<' | safe) + '&') ~ '', 121 | replace(1, 3), 'aa' | replace('a', 'b', none)
+(('<br>' | safe).join(['<a>', '<b>' | safe, 1, none]) + '&') ~ '', (','.join(['<a>' | safe, '<b>' | safe]) + '&') ~ '', ('-' | safe).join('<>') ~ ''
+((['<a>' | safe, '<b>'] | join('<')) + '&') ~ '', ((['<a>', '<b>'] | join('<' | safe)) + '&') ~ '', ([['<' | safe], 1] | join) ~ ''
+(('<i>%s</i>%s' | safe) % ('<a>', '<b>' | safe) + '&') ~ '', (('%s' | safe) % '<a>' + '&') ~ '', ('%s' % ('<a>' | safe) + '&') ~ '', (('%d%%<' | safe) % 5 + '&') ~ '', (('%s' | safe) % [1, '<'] + '&') ~ '', (('%s' | safe | format('<')) + '&') ~ ''
+(('<i>{}{x}</i>' | safe).format('<a>', x=('<b>' | safe)) + '&') ~ '', ('{}'.format('<a>' | safe) + '&') ~ ''
+(('<a>' | safe) * 2 + '&') ~ '', (2 * ('<a>' | safe) + '&') ~ '', (('<a>' | safe)[1:] + '&') ~ '', (('<a>' | safe)[0] + '&') ~ '', (('<a>' | safe)[::-1] + '&') ~ '', (('<a>' | safe | reverse) + '&') ~ ''
+(('a<' | safe | first) + '&') ~ '', (('a<' | safe | last) + '&') ~ '', (('a<' | safe | list)[0] + '&') ~ '', (('a b' | safe | title) + '&') ~ '', (('a b' | safe).title() + '&') ~ '', (('a b' | safe | capitalize) + '&') ~ ''
+(('<a>' | safe).upper() + '&') ~ '', (('<a>' | safe).split('a')[0] + '&') ~ '', (('<a> ' | safe).strip() + '&') ~ '', (('<a> ' | safe | trim) + '&') ~ '', (('a<b' | safe).partition('<')[0] + '&') ~ '', (('<a' | safe).removeprefix('<') + '&') ~ ''
+(('<a>\n<b>' | safe | indent('>')) + '&') ~ '', (('<a> <b>' | safe | truncate(5, true, '<', 0)) + '&') ~ '', ('<a> <b>' | truncate(5, true, '<' | safe, 0) + '&') ~ '', (('<a>' | safe | truncate(9)) + '&') ~ ''
+(('a' | safe).center(3) + '&') ~ '', (('a' | safe | center(3)) + '&') ~ '', (('a' | safe).ljust(3, '-') + '&') ~ '', (('7' | safe).zfill(3) + '&') ~ ''
+['<a>' | safe], ('<a>' | e,), {'a': '<' | safe}, ['<a>' | safe] | string, ['<a>' | safe] | tojson, ('<a>' | safe) | tojson, ('<a>' | safe) == '<a>', ('a' | safe) in ['a']
 namespace(a=1).a, namespace(a=1).b is defined, namespace({'a': 2}).a
 """.strip().splitlines()
 
@@ -123,6 +135,10 @@ TEMPLATES = [
     "{{ [1, 2, 3] | join(missing) }}",
     "{{ none + 'x' }}",
     "{{ messages[0].content.split('') }}",
+    "{{ ('a' | safe).ljust(3, '<') }}",
+    "{{ 'a'.ljust(3, '--') }}",
+    "{{ ','.join([1]) }}",
+    "{% set ns = namespace(x='') %}{% for c in '<a' | safe %}{% set ns.x = ns.x ~ (c + '&') %}{% endfor %}{{ ns.x }}",
 ]
 
 

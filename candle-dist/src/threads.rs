@@ -11,6 +11,8 @@
 //!
 //! The environment may change only while no other thread can read it: [`settle`] changes it only if the process has a single
 //! thread, and the caller of [`settle_among_threads`] guarantees it.
+mod cores;
+
 use std::sync::OnceLock;
 
 static SETTLED: OnceLock<usize> = OnceLock::new();
@@ -40,7 +42,16 @@ pub(crate) fn check(per_rank: Option<usize>) -> Result<(), String> {
     }
 }
 
-/// Returns the default number of compute threads per rank: the cores divided by the ranks, at least one.
+/// Returns the default number of compute threads of a process that is one of `ranks` on its host, at least one: the cores divided by the
+/// ranks.
+///
+/// Where a launcher has bound the process to some of the cores, it has divided them already, and the process has as many threads as cores.
+/// Several processes that are bound to the same ones, such as those of a socket, have no more threads together than the host has cores.
+pub fn default_of_process(ranks: usize) -> usize {
+    cores::of_process(ranks).unwrap_or_else(|| default_per_rank(ranks))
+}
+
+/// Returns the default number of compute threads of each of `ranks` ranks of this process: the cores divided by the ranks, at least one.
 pub fn default_per_rank(ranks: usize) -> usize {
     std::thread::available_parallelism().map_or(1, usize::from).checked_div(ranks).unwrap_or(1).max(1)
 }

@@ -21,7 +21,7 @@ use crate::chat::{self, ChatTemplate};
 use crate::config::tensors::{CHOICE_BIAS, ROUTER};
 use crate::config::{Config, GenerationConfig, wrapper};
 use crate::special_tokens::SpecialTokens;
-use crate::{expert_files, gguf, tokens};
+use crate::{expert_files, gguf, mlx, tokens};
 
 /// A model's files, found to be whole.
 #[derive(Clone, Debug)]
@@ -98,9 +98,10 @@ impl Files {
             weights = weights.retain(|name| !config.is_of_draft(name));
         }
         if let Some(quantization) = &config.quantization {
-            // The shapes of some weights are values of tensors.
-            let headers_suffice =
-                ["fp8", "gptq", "awq", "mxfp4"].iter().any(|method| quantization["quant_method"] == *method);
+            // The shapes of some weights are values of tensors. Files of MLX name no method.
+            let method = &quantization["quant_method"];
+            let headers_suffice = ["fp8", "gptq", "awq", "mxfp4", "mlx"].iter().any(|known| method == known)
+                || method.is_null() && quantization["bits"].is_u64();
             if !has_values && !headers_suffice {
                 let (ends, unmet, path) = (BTreeSet::new(), Vec::new(), folder.into());
                 return Ok(Self {
@@ -116,6 +117,10 @@ impl Files {
             weights = without_zero_biases(weights.dequantize(quantization)?, &known)?;
         }
         weights = weights.rename(|name| config.name_in_memory(name))?;
+        if folder.is_dir() {
+            weights =
+                mlx::as_on_hub(weights, &mut config).with_context(|| format!("{}", folder.display()))?;
+        }
         for (name, parts) in config.fused() {
             // GGUF files have some of them apart.
             let is_apart = parts.iter().all(|(part, _)| weights.contains_tensor(part));

@@ -27,6 +27,7 @@ mod layer_embeddings;
 mod lm;
 mod mamba;
 pub mod memory;
+mod mlx;
 pub mod model;
 mod norm;
 mod projection;

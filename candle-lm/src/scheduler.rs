@@ -211,6 +211,18 @@ impl<T> Scheduler<T> {
         (self.preempted.len(), self.preemptions)
     }
 
+    /// The tokens of texts that are still to be computed: those of a text that has its slot just now, and all
+    /// of one that waits for a slot again.
+    pub(crate) fn unread(&self) -> usize {
+        let left = |slot: &CacheSlot<T>| {
+            let text = slot.text.as_ref()?;
+            let read = if text.reused.is_some() { slot.cached.len() } else { 0 };
+            Some(text.tokens.len().saturating_sub(read))
+        };
+        let waiting = self.preempted.iter().map(|text| text.tokens.len());
+        self.slots.iter().filter_map(left).chain(waiting).sum()
+    }
+
     /// The tokens of all texts with this one, but for those of its prompt that a slot has.
     pub(crate) fn load_with(&self, new: &SlotText<T>) -> usize {
         let known = self.slots.iter().map(|slot| self.common(slot, slot.cached.len(), new, false));

@@ -103,7 +103,8 @@ impl fmt::Display for ExpertInfo {
 impl Info {
     /// Finds out what there is to tell, for a model that is held so on `ranks` ranks over which layers and experts are sharded.
     ///
-    /// The parts of the ranks are built one after the other, so at most one of them is in memory.
+    /// The headers of the files tell it, but for matrices that ranks hold as the blocks of a GGUF file: those are read, one rank's after
+    /// another's.
     ///
     /// # Errors
     /// If the model cannot be built on so many ranks.
@@ -122,9 +123,8 @@ impl Info {
             let plan = Decoder::plan(config, LAYER_AXIS).with_shares(held.shares.clone());
             let vb = MeshVarBuilder::from_weights(files.weights(), 0, &mesh, plan, dtype, &device)?;
             let vb = if held.dequantize { vb.dequantized() } else { vb };
-            Decoder::new(config, 1, &vb.frozen())?;
-            let parameters: usize = vb.built().iter().map(|parameter| parameter.var.elem_count()).sum();
-            Ok(parameters * dtype.size_in_bytes() + vb.quantized_bytes())
+            Decoder::new(config, 1, &vb.outlined())?;
+            Ok(vb.outlined_elements() * dtype.size_in_bytes() + vb.quantized_bytes())
         };
         Ok(Self {
             family: config.family.into(),

@@ -282,18 +282,68 @@ impl<T: Real> AttentionBackward<'_, T> {
     #[inline(always)]
     fn of_row(&self, row: usize, weights: &mut [T], scores: &mut [T]) {
         let Self { norms, inner, scale, .. } = *self;
-        let (rest, factor, inner) = (scale.rest::<T>(), T::from_f64(scale.factor), inner[row]);
+        let (rest, factor) = (scale.rest::<T>(), T::from_f64(scale.factor));
         let (top, sum) = (norms.top[row], norms.sum[row]);
         let norm = if sum == T::zero() { T::zero() } else { T::one() / sum };
-        if scale.cap.is_some() {
+        let inner = match scale.cap {
             // A capped score is flatter the nearer it is to the cap.
-            scale.cap_row(weights);
-            let pairs = scores.iter_mut().zip(&*weights);
-            pairs.for_each(|(score, &capped)| *score = (*score - inner) * scale.slope::<T>(capped) + inner);
-        }
+            Some(cap) => {
+                for (weight, score) in weights.iter_mut().zip(&mut *scores) {
+                    *score = (*score - inner[row]) * scale.cap_with_slope(weight, cap);
+                }
+                T::zero()
+            }
+            None => inner[row],
+        };
         for (weight, score) in weights.iter_mut().zip(scores) {
             *weight = norm * ((*weight - top) * rest).exp_neg(T::zero());
             *score = factor * *weight * (*score - inner);
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use crate::attention::{KeyBlock, Scale, Visible, attend, attend_off_host};
+    use candle_core::{DType, Device::Cpu, Tensor, Var};
+
+    /// The gradients of a query, a key and a value, computed in a dtype.
+    fn gradients(inputs: &[Tensor; 4], dtype: DType, is_off_host: bool) -> Vec<Tensor> {
+        let [q, k, v, weights] = inputs.each_ref().map(|x| x.to_dtype(dtype).unwrap());
+        let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
+        let keys = k.dims()[1];
+        let blocks = vec![KeyBlock { rows: 0..keys, visible: Visible::plain(q.dims()[1], keys, false) }];
+        let scale = Scale { factor: 0.5, cap: Some(2.0) };
+        let out = match is_off_host {
+            false => attend([&q, &k, &v], scale, blocks, false),
+            true => attend_off_host([&q, &k, &v], scale, &blocks, false),
+        };
+        let grads = (out.unwrap() * weights).unwrap().sum_all().unwrap().backward().unwrap();
+        [q, k, v].map(|x| grads.get(&x).unwrap().to_dtype(DType::F64).unwrap()).into()
+    }
+
+    /// Where all scores are so near to the cap that only f64 tells how near, gradients of f32 have their digits all the same.
+    #[test]
+    fn gradients_of_scores_near_the_cap_keep_their_digits() {
+        let values = |tokens: usize, (mean, width): (f64, f64)| {
+            let drawn = Tensor::randn(mean, width, (2, tokens, 2, 8), &Cpu).unwrap();
+            drawn.to_dtype(DType::F32).unwrap()
+        };
+        let near = (1.8, 0.1);
+        let inputs = [values(9, near), values(13, near), values(13, (0.0, 1.0)), values(9, (0.0, 1.0))];
+        let most = |x: &Tensor| x.abs().unwrap().max_all().unwrap().to_scalar::<f64>().unwrap();
+        for is_off_host in [false, true] {
+            let want = gradients(&inputs, DType::F64, is_off_host);
+            for (got, want) in gradients(&inputs, DType::F32, is_off_host).iter().zip(&want) {
+                let off = most(&(got - want).unwrap()) / most(want);
+                assert!(off < 1e-4, "off by {off:e} of {:e}, off the host: {is_off_host}", most(want));
+            }
+        }
+        // On the host and off it they are the same.
+        let [host, other] = [false, true].map(|is_off_host| gradients(&inputs, DType::F64, is_off_host));
+        for (host, other) in host.iter().zip(&other) {
+            assert!(most(&(host - other).unwrap()) < 1e-9 * most(host));
         }
     }
 }

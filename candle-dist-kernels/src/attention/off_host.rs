@@ -152,8 +152,8 @@ impl AttentionPass {
 
     fn backward(&self, inputs: [&Tensor; 3], of_result: [&Tensor; 2]) -> Result<[Tensor; 3]> {
         let ([q, k, v], [out, grad], dtype) = (wide(inputs)?, wide(of_result)?, inputs[0].dtype());
-        let scores = self.scores(&q, &k)?;
-        let weights = self.weights(&scores)?;
+        let raw = self.uncapped(&q, &k)?;
+        let weights = self.weights(&self.capped(&raw)?)?;
         let (of_values, width) = (|x: &Tensor| x.narrow(3, 0, self.sizes.width), self.sizes.width);
         let products = (of_values(&out)? * of_values(&grad)?)?.sum_keepdim(D::Minus1)?;
         let products = match self.log_sums {
@@ -165,8 +165,9 @@ impl AttentionPass {
         let of_weights = self.pairs(&grad, &v)?;
         let mut of_scores = (weights.mul(&of_weights.broadcast_sub(&of_rows)?)? * self.scale.factor)?;
         if let Some(cap) = self.scale.cap {
-            // A capped score is flatter the nearer it is to the cap.
-            of_scores = of_scores.mul(&(scores / cap)?.sqr()?.affine(-1.0, 1.0)?)?;
+            // A capped score is flatter the nearer it is to the cap. It does not tell how near: few of its digits do.
+            let e = (raw.abs()? * (-2.0 / cap))?.exp()?;
+            of_scores = of_scores.mul(&((&e * 4.0)? / (e + 1.0)?.sqr()?)?)?;
         }
         if let Some(seen) = &self.seen {
             of_scores = seen.only(&of_scores)?;
@@ -178,10 +179,17 @@ impl AttentionPass {
 
     /// The scores `[batch, kv_heads, group, q, k]`.
     fn scores(&self, q: &Tensor, k: &Tensor) -> Result<Tensor> {
-        let scores = (self.pairs(q, k)? * self.scale.factor)?;
+        self.capped(&self.uncapped(q, k)?)
+    }
+
+    fn uncapped(&self, q: &Tensor, k: &Tensor) -> Result<Tensor> {
+        self.pairs(q, k)? * self.scale.factor
+    }
+
+    fn capped(&self, scores: &Tensor) -> Result<Tensor> {
         match self.scale.cap {
             Some(cap) => (scores / cap)?.tanh()? * cap,
-            None => Ok(scores),
+            None => Ok(scores.clone()),
         }
     }
 

@@ -32,9 +32,14 @@ impl Scale {
         }
     }
 
-    /// The derivative of a score by what was capped, `factor · p`, from what [`cap_row`](Self::cap_row) left.
-    pub(super) fn slope<T: Real>(&self, score: T) -> T {
-        let tanh = self.cap.map_or(0.0, |cap| score.to_f64() / cap);
-        T::from_f64(1.0 - tanh * tanh)
+    /// Replaces a product by the score that [`cap_row`](Self::cap_row) makes of it, and returns the derivative of the score by what was
+    /// capped, `factor · p`.
+    ///
+    /// The derivative is not made of the score, of which few digits tell how far it is from the cap.
+    pub(super) fn cap_with_slope<T: Real>(&self, value: &mut T, cap: f64) -> T {
+        let share = value.to_f64() * self.factor / cap;
+        *value = T::from_f64(cap * share.tanh());
+        let e = (-2.0 * share.abs()).exp();
+        T::from_f64(4.0 * e / ((1.0 + e) * (1.0 + e)))
     }
 }

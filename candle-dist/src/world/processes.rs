@@ -45,7 +45,7 @@ fn meet(
     start: impl FnOnce(&LaunchInfo, &Arc<Control>) -> Result<Arc<dyn backend::Backend>>,
 ) -> Result<RankContext> {
     threads::check(options.threads_per_rank).map_err(Error::Init)?;
-    threads::settle(options.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(info.local_size)));
+    threads::settle(options.threads_per_rank.unwrap_or_else(|| threads::default_of_process(info.local_size)));
     let control = Control::connect(info, &options)?;
     match start(info, &control) {
         Ok(backend) => Ok(RankContext::of_process(control, ProcessGroup::new(backend))),

@@ -8,6 +8,7 @@ use candle_shard::nn::LoraOptions;
 
 use super::AdapterConfig;
 use super::config::ends_with_module;
+use super::modules::first_of;
 use crate::config::Config;
 use crate::config::experts::StackLayout;
 use crate::config::tensors::EXPERTS;
@@ -119,7 +120,7 @@ impl ExpertModule {
 
     /// The path of `A`, which all parts have in common.
     pub(super) fn first(&self) -> &str {
-        if let [part] = &self.parts[..] { part } else { &self.path }
+        first_of(self.parts.iter().map(String::as_str), &self.path)
     }
 
     /// The names and shapes of the factors of the adapter `name` as layers build them: of `A`, and of `B` of each part.

@@ -254,16 +254,17 @@ fn entries(
                 "modules_to_save names {}, whose weight is the table of the input and the output layer: that is not supported",
                 module.path
             );
-            // A GGUF file may have rows of layers in another order, and other weights of norms.
+            // A GGUF file may have rows of layers in another order, and other weights of norms, as one of MLX may.
             let is_other = match kind {
                 ModuleKind::Linear => rows::are_turned(&files.config),
-                ModuleKind::Norm => files.is_gguf(),
+                ModuleKind::Norm => files.is_gguf() || files.config.parts.norms_have_one,
                 ModuleKind::Output | ModuleKind::Table => false,
             };
             ensure!(
                 !is_other,
-                "modules_to_save names {}, which a GGUF file has in another form: give the folder that the file was made of",
-                module.path
+                "modules_to_save names {}, which {} has in another form: give the folder that it was made of",
+                module.path,
+                files.path().display()
             );
             adapter = module.parts.iter().fold(adapter, |adapter, (part, _)| adapter.train(part.as_str()));
             replaced.push(module);

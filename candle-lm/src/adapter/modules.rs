@@ -30,13 +30,19 @@ impl LayerModule {
 
     /// The path of `A`, which all parts have in common.
     pub(super) fn first(&self) -> &str {
-        if let [(part, _)] = &self.parts[..] { part } else { &self.path }
+        first_of(self.parts.iter().map(|(part, _)| part.as_str()), &self.path)
     }
 
     /// The shape of the weight of so many of its rows.
     pub(super) fn weight_shape(&self, rows: usize) -> Vec<usize> {
         if self.kind == ModuleKind::Norm { vec![rows] } else { vec![rows, self.shape[1]] }
     }
+}
+
+/// The path of the `A` of what is at `path` in transformers and has these parts here: that of the only part, or the path that all have in
+/// common.
+pub(super) fn first_of<'a>(mut parts: impl Iterator<Item = &'a str>, path: &'a str) -> &'a str {
+    parts.next().filter(|_| parts.next().is_none()).unwrap_or(path)
 }
 
 /// The modules of a model but those of experts, of which an adapter can change linear layers, the table and the output layer.

@@ -260,19 +260,29 @@ impl Fields {
     /// For each layer whether it has a sliding window, if `layer_types` says so; of any number of layers for
     /// `usize::MAX`.
     pub(super) fn layer_types(&self, layers: usize) -> Result<Option<Vec<bool>>> {
+        self.by_layer_type(
+            layers,
+            &[("full_attention", false), ("sliding_attention", true), ("attention", false)],
+        )
+    }
+
+    /// What `known` has for the name of each layer in `layer_types`, if there is such a list; of any number of layers for `usize::MAX`.
+    ///
+    /// # Errors
+    /// If a name is not known, or there are not as many as layers.
+    pub(super) fn by_layer_type<T: Copy>(
+        &self,
+        layers: usize,
+        known: &[(&str, T)],
+    ) -> Result<Option<Vec<T>>> {
         let Some(list) = self.get("layer_types") else { return Ok(None) };
-        let one = |value: &Value| match value.as_str() {
-            Some("sliding_attention") => Some(true),
-            Some("full_attention" | "attention") => Some(false),
-            _ => None,
-        };
-        let types: Option<Vec<bool>> = list.as_array().and_then(|list| list.iter().map(one).collect());
-        let types = types.filter(|types| layers == usize::MAX || types.len() == layers);
-        let said = || {
-            let want = "expected full_attention or sliding_attention for each layer";
-            format!("layer_types is {}; {want}", shortened(list))
-        };
-        types.map(Some).with_context(said)
+        let one = |value: &Value| known.iter().find(|(name, _)| value == name).map(|(_, kind)| *kind);
+        let kinds: Option<Vec<T>> = list.as_array().and_then(|list| list.iter().map(one).collect());
+        let kinds = kinds.filter(|kinds| layers == usize::MAX || kinds.len() == layers);
+        let names: Vec<&str> = known.iter().map(|(name, _)| *name).collect();
+        let said =
+            || format!("layer_types is {}; expected {} for each layer", shortened(list), names.join(" or "));
+        kinds.map(Some).with_context(said)
     }
 
     /// For each of so many layers whether a list of their numbers has it, if there is such a list.

@@ -1,10 +1,9 @@
 //! What mixes the tokens of a text in each layer: attention, or a layer that keeps a state.
 
-use anyhow::{Context, Result};
-use serde_json::Value;
+use anyhow::Result;
 
 use super::Config;
-use super::fields::{Fields, shortened};
+use super::fields::Fields;
 use super::mamba::MambaHeads;
 use super::parts::LatentWidths;
 
@@ -118,18 +117,12 @@ impl Fields {
     /// Reads what mixes the tokens of each layer from `layer_types`, by the names that `known` has.
     ///
     /// # Errors
-    /// If a name is not known, or there are not as many as layers.
+    /// Those of [`by_layer_type`](Self::by_layer_type).
     pub(super) fn mixers(
         &self,
         layers: usize,
         known: &[(&str, MixerKind)],
     ) -> Result<Option<Vec<MixerKind>>> {
-        let Some(list) = self.get("layer_types") else { return Ok(None) };
-        let one = |value: &Value| known.iter().find(|(name, _)| value == name).map(|(_, mixer)| *mixer);
-        let mixers: Option<Vec<MixerKind>> = list.as_array().and_then(|list| list.iter().map(one).collect());
-        let names: Vec<&str> = known.iter().map(|(name, _)| *name).collect();
-        let said =
-            || format!("layer_types is {}; expected {} for each layer", shortened(list), names.join(" or "));
-        mixers.filter(|mixers| mixers.len() == layers).map(Some).with_context(said)
+        self.by_layer_type(layers, known)
     }
 }

@@ -17,6 +17,8 @@ pub struct Parts {
     pub norm: NormKind,
     /// Whether the files hold the weights of norms less one.
     pub norms_add_one: bool,
+    /// Whether files have the one in the norms although those of the family do not, which no config says.
+    pub norms_have_one: bool,
     /// Norms of queries and keys.
     pub qk_norm: QkNorm,
     /// Whether queries, keys and values have biases.
@@ -243,6 +245,7 @@ impl Default for Parts {
             norms: Norms::Before,
             norm: NormKind::Rms,
             norms_add_one: false,
+            norms_have_one: false,
             qk_norm: QkNorm::None,
             qkv_bias: false,
             output_bias: false,

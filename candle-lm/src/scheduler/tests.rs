@@ -379,6 +379,22 @@ fn the_load_of_a_text_is_what_it_would_add() {
 }
 
 #[test]
+fn what_is_unread_is_what_passes_have_yet_to_compute() {
+    let mut all = Texts::new(&random_model::config(), 2, 8, usize::MAX);
+    all.admit(vec![1; 20], 0, 30);
+    all.admit(vec![2; 10], 0, 30);
+    let mut unread = vec![all.scheduler.unread()];
+    for _ in 0..5 {
+        all.pass(&mut || 9);
+        unread.push(all.scheduler.unread());
+    }
+    // Each text that is written has one token that is not computed.
+    assert_eq!(unread, [30, 22, 14, 7, 2, 2]);
+    all.scheduler.end_where(true, |_| true);
+    assert_eq!(all.scheduler.unread(), 0);
+}
+
+#[test]
 fn what_a_failed_text_leaves_is_not_used() {
     let mut all = Texts::new(&random_model::config(), 1, 100, usize::MAX);
     for (is_sound, want) in [(false, SlotPast::Nothing), (true, SlotPast::Prefix { slot: 0, tokens: 4 })] {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::request::{RequestError, ServeRequest};
+use super::speed::{PassReading, ReadingSpeed};
 use super::stream::{self, EventSender, RequestStream, TokenEvent, WeakSender};
 
 /// How much may wait.
@@ -137,8 +138,9 @@ struct QueueContents {
     status: ServeStatus,
     /// When the last pass ended, or a pause.
     last_pass: Option<Instant>,
-    /// The tokens of prompts that are read in a second, as far as it is known.
-    speed: Option<f64>,
+    speed: ReadingSpeed,
+    /// The tokens of texts with slots that are still to be read: all of those come before what waits.
+    unread: usize,
 }
 
 #[derive(Debug)]
@@ -177,7 +179,8 @@ impl RequestQueue {
             mode: QueueMode::Open,
             status: ServeStatus::default(),
             last_pass: None,
-            speed: None,
+            speed: ReadingSpeed::default(),
+            unread: 0,
         };
         Self(Arc::new(SharedQueue { state: Mutex::new(state), changed: Condvar::new() }))
     }
@@ -329,20 +332,20 @@ impl RequestQueue {
         true
     }
 
-    /// Tells what the engine did in a pass, which read `prompt` tokens of prompts in `seconds`.
-    pub(super) fn tell(&self, tell: impl FnOnce(&mut ServeStatus), pass: Option<(usize, f64)>) {
+    /// Tells what the engine did, in a pass if there was one.
+    pub(super) fn tell(&self, tell: impl FnOnce(&mut ServeStatus), pass: Option<PassReading>) {
         let mut state = self.0.state.lock();
         let was_idle = state.status.running == 0;
         tell(&mut state.status);
         if pass.is_some() || (was_idle && state.status.running > 0) {
             state.last_pass = Some(Instant::now());
         }
-        if let Some((prompt, seconds)) = pass
-            && prompt > 0
-            && seconds > 0.0
-        {
-            let now = prompt as f64 / seconds;
-            state.speed = Some(state.speed.map_or(now, |speed| 0.9 * speed + 0.1 * now));
+        if let Some(pass) = pass {
+            state.unread = pass.unread;
+            // A pass that reads nothing holds up those that wait for slots.
+            if pass.prompt > 0 || state.requests > 0 {
+                state.speed.take(pass);
+            }
         }
     }
 
@@ -413,7 +416,7 @@ impl QueueContents {
     }
 
     fn retry_after(&self) -> Duration {
-        let seconds = self.speed.map_or(1.0, |speed| self.tokens as f64 / speed.max(1e-3));
+        let seconds = self.speed.seconds_of(self.unread.saturating_add(self.tokens)).unwrap_or(1.0);
         Duration::from_secs(seconds.ceil().clamp(1.0, 120.0) as u64)
     }
 
@@ -477,7 +480,7 @@ impl QueueContents {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
-    use super::{QueueLimits, RequestQueue, ServeStatus, SubmitError};
+    use super::{PassReading, QueueLimits, RequestQueue, ServeStatus, SubmitError};
     use crate::Sampling;
     use crate::serve::{RequestError, RequestStream, ServeRequest, TokenEvent};
     use std::time::{Duration, Instant};
@@ -539,6 +542,36 @@ mod tests {
         queue.submit(of_client(1, 1)).unwrap();
     }
 
+    /// After what time a full queue sends requests away, behind these passes.
+    fn retry_after(waiting: usize, passes: &[PassReading]) -> u64 {
+        let queue = opened(QueueLimits { requests: 1, tokens: 1 << 20 });
+        let _kept = queue.submit(of_client(0, waiting)).unwrap();
+        passes.iter().for_each(|&pass| queue.tell(|_| (), Some(pass)));
+        match queue.submit(of_client(1, 1)) {
+            Err(SubmitError::Full { retry_after, .. }) => retry_after.as_secs(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_waits_is_read_at_the_speed_of_all_passes_together() {
+        let pass = |prompt, seconds| PassReading { prompt, seconds, unread: 0 };
+        // Rank 0 waits for the other replicas only where it needs logits of them: a pass with 30 tokens of
+        // another replica's prompt is over at once, and the next one lasts as long as both.
+        let replicas = [pass(30, 1e-4), pass(1, 10.0)].repeat(40);
+        assert!((20..=25).contains(&retry_after(62, &replicas)), "31 tokens in 10 s");
+        // One that writes texts while requests wait reads nothing, and they wait as long.
+        let writing = [&[pass(50, 1.0)][..], &[pass(0, 1.0); 9]].concat().repeat(40);
+        assert!((16..=24).contains(&retry_after(90, &writing)), "50 tokens in 10 s");
+    }
+
+    #[test]
+    fn what_waits_is_read_behind_the_prompts_that_have_slots() {
+        let pass = |unread| PassReading { prompt: 10, seconds: 1.0, unread };
+        assert_eq!(retry_after(35, &[pass(0)]), 4);
+        assert_eq!(retry_after(35, &[pass(500), pass(300)]), 34);
+    }
+
     #[test]
     fn requests_that_come_together_wait_together_or_not_at_all() {
         let queue = opened(QueueLimits { requests: 4, tokens: 20 });
@@ -575,7 +608,7 @@ mod tests {
         assert_eq!(queue.status().since_pass, None);
         let long = Duration::from_millis(60);
         // The very first pass, and then one behind a pause.
-        for pass in [None, Some((1, 0.1))] {
+        for pass in [None, Some(PassReading { prompt: 1, seconds: 0.1, unread: 0 })] {
             queue.tell(|status| status.running = 0, pass);
             std::thread::sleep(long);
             queue.tell(|status| status.running = 1, None);

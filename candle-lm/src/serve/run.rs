@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::order::RankOrder;
 use super::queue::{QueueMode, RequestQueue, ServeStatus};
 use super::request::{RequestError, ServeRequest, TokenMask};
+use super::speed::PassReading;
 use super::text::{RequestText, TextProgress};
 use crate::config::Config;
 use crate::config::tensors::EXPERTS;
@@ -326,6 +327,8 @@ struct Leader<'a> {
 
 impl Leader<'_> {
     fn lead(&mut self, ctx: &RankContext, engine: &mut Engine, report: &mut ServeReport) -> Result<()> {
+        // When the last pass ended, if there was no pause since.
+        let mut last: Option<Instant> = None;
         loop {
             let mode = self.queue.mode();
             if mode == QueueMode::Stopping {
@@ -344,13 +347,18 @@ impl Leader<'_> {
                 if let Some(logits) = engine.step_of_each(&steps)? {
                     self.take(&plans, &logits)?;
                 }
-                let seconds = began.elapsed().as_secs_f64();
+                let now = Instant::now();
+                let seconds = (now - last.unwrap_or(began)).as_secs_f64();
+                last = Some(now);
                 report.passes += 1;
                 report.tokens += tokens;
                 report.seconds += seconds;
-                self.tell(Some((plans.iter().map(|plan| plan.prompt).sum(), seconds)));
+                let unread = self.replicas.iter().map(Scheduler::unread).sum();
+                let prompt = plans.iter().map(|plan| plan.prompt).sum();
+                self.tell(Some(PassReading { prompt, seconds, unread }));
                 continue;
             }
+            last = None;
             self.tell(None);
             if mode > QueueMode::Open {
                 RankOrder::broadcast(Some(RankOrder::End), ctx.group())?;
@@ -461,7 +469,7 @@ impl Leader<'_> {
         });
     }
 
-    fn tell(&self, pass: Option<(usize, f64)>) {
+    fn tell(&self, pass: Option<PassReading>) {
         let used = self.replicas.iter().map(Scheduler::used_bytes).sum();
         let (again, preemptions) = self
             .replicas

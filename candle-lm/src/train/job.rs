@@ -148,8 +148,13 @@ const CONFIG: &str = "config.json";
 /// Returns the files of the model in `folder` that a checkpoint has too, with what the training changes in them.
 ///
 /// # Errors
-/// If a file that a model must have is not there, or one cannot be read; it is named.
+/// If a file that a model must have is not there, or one cannot be read; it is named. If the files of the model have what no config says.
 pub fn beside(folder: &Path, config: &Config, dtype: DTypeName) -> Result<Vec<(&'static str, Vec<u8>)>> {
+    ensure!(
+        !config.parts.norms_have_one,
+        "{} is in the layout of MLX, which adds one to the norms of this family and says so nowhere: give the folder that it was made of",
+        folder.display()
+    );
     let needed = NEEDED.into_iter().map(|name| (name, true));
     let known = KNOWN.into_iter().map(|name| (name, false));
     let mut files = Vec::new();

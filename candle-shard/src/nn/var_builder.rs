@@ -17,7 +17,7 @@ use crate::tensor::VarRegistry;
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::backend::Dims;
-use candle_dist::{DeviceMesh, GradMark, ProcessGroup};
+use candle_dist::{DeviceMesh, GradMark, ProcessGroup, empty};
 use smallvec::SmallVec;
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
@@ -41,6 +41,8 @@ struct BuilderState {
     pieces: Mutex<HashMap<BlockKey, Tensor>>,
     /// The bytes of quantized weights, which are no parameters.
     quantized_bytes: AtomicUsize,
+    /// The elements of parameters that only have an outline.
+    outlined: AtomicUsize,
     /// The entries of the plan that matched a module.
     matched: Mutex<BTreeSet<usize>>,
     completion: BuildStatus,
@@ -82,6 +84,8 @@ pub struct MeshVarBuilder {
     pub(super) shared_factors: Arc<Mutex<HashMap<String, DTensor>>>,
     /// Whether quantized parameters are read as floats.
     dequantized: bool,
+    /// Whether parameters are zeros that take no memory.
+    is_outline: bool,
     /// Shards the parameters of units beyond the plan.
     pub(super) sharder: Option<Arc<Sharder>>,
     /// The unit that is being built.
@@ -194,6 +198,7 @@ impl MeshVarBuilder {
             built,
             registry: VarRegistry::new(),
             quantized_bytes,
+            outlined: AtomicUsize::new(0),
             matrices: Mutex::default(),
             pieces: Mutex::default(),
             matched,
@@ -207,6 +212,7 @@ impl MeshVarBuilder {
             adapter: None,
             shared_factors: Arc::default(),
             dequantized: false,
+            is_outline: false,
             sharder: None,
             unit: None,
             requested: Arc::default(),
@@ -243,6 +249,35 @@ impl MeshVarBuilder {
     /// Returns a builder for which no parameter is [quantized](Self::quantized_block): all are held as floats.
     pub fn dequantized(&self) -> Self {
         Self { dequantized: true, ..self.clone() }
+    }
+
+    /// Returns a builder whose parameters are zeros that take no memory and get no gradients, for which nothing is read: to find out what
+    /// this rank [would hold](Self::outlined_elements). Weights that stay [quantized](Self::quantized_block) are read.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist::World;
+    /// use candle_shard::Result;
+    /// use candle_shard::nn::{Linear, MeshVarBuilder};
+    /// use candle_shard::parallel::{ColwiseParallel, Plan};
+    ///
+    /// let held = World::threads(2).run(|ctx| -> Result<usize> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     let plan = Plan::new("tp").with("up", ColwiseParallel::default());
+    ///     let vb = MeshVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?.outlined();
+    ///     Linear::new(1 << 20, 1 << 20, true, &vb.pp("up"))?;
+    ///     Ok(vb.outlined_elements())
+    /// })?;
+    /// assert_eq!(held, [(1 << 39) + (1 << 19); 2]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn outlined(&self) -> Self {
+        Self { is_outline: true, ..self.clone() }
+    }
+
+    /// Returns how many elements this rank would hold of the parameters that were built as an [outline](Self::outlined).
+    pub fn outlined_elements(&self) -> usize {
+        self.shared.outlined.load(Ordering::Relaxed)
     }
 
     /// Returns the builder for the child module `name`, which may be a dotted path: `pp("a.b")` is `pp("a").pp("b")`.
@@ -461,6 +496,14 @@ impl MeshVarBuilder {
             return Err(Error::Plan(format!(
                 "parameter {name} is built twice; give each layer a path of its own with vb.pp(..), or share the layer"
             )));
+        }
+        if self.is_outline {
+            let zeros =
+                empty::full(0.0, &[], *dtype, self.device())?.broadcast_as(spec.local_shape().as_slice())?;
+            self.shared.outlined.fetch_add(zeros.elem_count(), Ordering::Relaxed);
+            requested.push(name.clone());
+            building.end();
+            return Ok(DTensor::from_local_with_spec(zeros, spec)?.named(&name));
         }
         let within = stored.within.map(|within| RowsOf { of: self.full_name(&within.of), ..within });
         let vary_on = axis.filter(|_| varying);

@@ -162,6 +162,79 @@ fn packed(values: &[u32], bits: usize) -> Vec<u8> {
     values.chunks(32 / bits).flat_map(|values| word(values).to_le_bytes()).collect()
 }
 
+/// Stacks of MLX by their definition, as mlx-lm has the experts of a layer.
+#[test]
+fn stacked_codes_of_mlx_are_matrices_one_behind_another() {
+    let folder = Scratch::new("mlx-stacks");
+    let path = folder.path("w.safetensors");
+    let [count, rows, columns] = [3, 5, 64];
+    for (bits, size) in [(2, 32), (4, 16), (8, 64)] {
+        let (words, groups) = (columns * bits / 32, columns / size);
+        let code = |at: usize| (at as u32 + 1).wrapping_mul(2_654_435_761) >> (32 - bits);
+        let scale = |at: usize| 0.25 + at as f32 / 64.0;
+        let bias = |at: usize| at as f32 / -32.0;
+        let elements = count * rows * columns;
+        let codes = packed(&(0..elements).map(code).collect::<Vec<_>>(), bits);
+        let of_groups = |value: &dyn Fn(usize) -> f32| -> Vec<u8> {
+            (0..count * rows * groups).flat_map(|at| value(at).to_le_bytes()).collect()
+        };
+        let (scales, biases) = (of_groups(&scale), of_groups(&bias));
+        let write = |groups: usize, dtype: Dtype| {
+            let view = |dtype, width, bytes| TensorView::new(dtype, vec![count, rows, width], bytes).unwrap();
+            let tensors = [
+                ("mlp.switch_mlp.up_proj.weight", view(dtype, words, &codes)),
+                (
+                    "mlp.switch_mlp.up_proj.scales",
+                    view(Dtype::F32, groups, &scales[..4 * count * rows * groups]),
+                ),
+                (
+                    "mlp.switch_mlp.up_proj.biases",
+                    view(Dtype::F32, groups, &biases[..4 * count * rows * groups]),
+                ),
+            ];
+            safetensors::serialize_to_file(tensors, None, &path).unwrap();
+        };
+        // What is said of a module has its name in the larger model.
+        let config = json!({"bits": 4, "group_size": 999, "language_model.mlp.switch_mlp.up_proj": {"group_size": size}});
+        write(groups, Dtype::U32);
+        let weights = Weights::open(&path).unwrap().dequantize(&config).unwrap();
+        let name = "mlp.switch_mlp.up_proj.weight";
+        assert_eq!(weights.names().collect::<Vec<_>>(), [name]);
+        assert_eq!(weights.shape(name).unwrap(), [count, rows, columns]);
+        let bytes = (codes.len() + scales.len() + biases.len()) as u64;
+        assert_eq!(weights.stored_as(name).unwrap(), ("U32", bytes));
+        let value = |at: usize| scale(at / size) * code(at) as f32 + bias(at / size);
+        let want: Vec<f32> = (0..elements).map(value).collect();
+        let want = Tensor::from_vec(want, (count, rows, columns), &Device::Cpu).unwrap();
+        for block in [[0..3, 0..5, 0..64], [1..3, 2..4, 7..41], [2..3, 4..5, 63..64]] {
+            let read = weights.read_block(name, &block, &Device::Cpu).unwrap();
+            let mut part = want.clone();
+            for (dim, range) in block.iter().enumerate() {
+                part = part.narrow(dim, range.start, range.len()).unwrap();
+            }
+            assert_eq!(
+                read.to_vec3::<f32>().unwrap(),
+                part.to_vec3::<f32>().unwrap(),
+                "{bits} bits, {block:?}"
+            );
+        }
+        let before = weights.bytes_read();
+        weights.read_block(name, &[1..2, 0..5, 0..64], &Device::Cpu).unwrap();
+        assert_eq!(weights.bytes_read() - before, bytes / 3, "one matrix alone");
+        // Numbers of another kind, and groups that are not those of the codes.
+        write(groups, Dtype::F32);
+        let said = Weights::open(&path).unwrap().dequantize(&config).unwrap_err().to_string();
+        assert!(said.contains("switch_mlp.up_proj\" has F32[3, 5,"), "{said}");
+        let config = json!({"bits": 4, "group_size": 3 * size});
+        write(groups, Dtype::U32);
+        let said = Weights::open(&path).unwrap().dequantize(&config).unwrap_err().to_string();
+        assert!(
+            said.contains(&format!("[3, 5, {words}]")) && said.contains(&format!("[3, 5, {groups}]")),
+            "{said}"
+        );
+    }
+}
+
 /// GPTQ by its definition, in cases that no package writes here: 2 bits, zeros as they are, one group, no order.
 #[test]
 fn gptq_is_read_by_its_definition() {

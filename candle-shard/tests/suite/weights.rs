@@ -145,6 +145,24 @@ fn stacked_and_split_tensors_are_read_by_their_bytes_alone() {
 }
 
 #[test]
+fn dims_of_one_are_swapped_and_others_are_not() {
+    let folder = Scratch::new("swapped");
+    let path = folder.path("w.safetensors");
+    let x = values(&[5, 3, 1], 1, DType::F32);
+    save(&path, &[("x", &x), ("y", &values(&[2, 3], 1, DType::F32))]);
+    let open = || Weights::open(&path).unwrap();
+    let weights = open().swap_dims("x", 1).unwrap().split("x", &[("a", 2), ("b", 3)]).unwrap();
+    assert_eq!(weights.shape("b").unwrap(), [3, 1, 3]);
+    let read = weights.read_block("b", &[1..3, 0..1, 1..3], &Device::Cpu).unwrap();
+    let want = x.transpose(1, 2).unwrap().narrow(0, 3, 2).unwrap().narrow(2, 1, 2).unwrap();
+    assert_eq!(bits(&read), bits(&want));
+    for (name, dim) in [("x", 0), ("x", 2), ("y", 0), ("z", 0)] {
+        let said = open().swap_dims(name, dim).unwrap_err().to_string();
+        assert!(said.contains(&format!("{name:?}")), "{said}");
+    }
+}
+
+#[test]
 fn a_header_that_claims_indices_without_bytes_makes_no_pieces_of_them() {
     let folder = Scratch::new("claims");
     let path = folder.path("w.safetensors");

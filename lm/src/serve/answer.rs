@@ -214,6 +214,7 @@ impl TextParts {
                     arguments.push_str(&more);
                 }
             }
+            ReplyDelta::ExtraCall => {}
         }
     }
 

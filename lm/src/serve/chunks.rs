@@ -98,6 +98,7 @@ impl EventWriter for ChunkWriter {
                 ReplyDelta::Arguments(more) => {
                     deltas.push(function(self.call(index), json!({"arguments": more})));
                 }
+                ReplyDelta::ExtraCall => {}
             }
         }
         if !thought.is_empty() {

@@ -17,6 +17,8 @@ pub(super) enum ReplyDelta {
     Call(FunctionCall),
     /// More of the arguments of the last call.
     Arguments(String),
+    /// A call that the client does not want. Its tokens are no text.
+    ExtraCall,
 }
 
 /// How a reply is to be read.
@@ -143,6 +145,8 @@ impl ReplyReader {
             if self.calls == 0 || !self.form.calls_once {
                 self.calls += 1;
                 deltas.push(ReplyDelta::Call(call));
+            } else {
+                deltas.push(ReplyDelta::ExtraCall);
             }
         }
     }
@@ -313,6 +317,7 @@ mod tests {
                 ReplyDelta::Thought(more) => thought.push_str(&more),
                 ReplyDelta::Call(call) => calls.push((call.name, call.arguments)),
                 ReplyDelta::Arguments(more) => calls.last_mut().unwrap().1.push_str(&more),
+                ReplyDelta::ExtraCall => assert!(form.calls_once && !calls.is_empty()),
             }
         }
         assert_eq!(reader.calls(), calls.len());

@@ -195,6 +195,7 @@ impl ResponseWriter {
                 let delta = json!({"item_id": self.item_id(), "delta": more});
                 self.push_of_item("response.function_call_arguments.delta", delta, events);
             }
+            ReplyDelta::ExtraCall => self.untold.clear(),
             ReplyDelta::Text(_) | ReplyDelta::Thought(_) | ReplyDelta::Arguments(_) => {}
         }
     }

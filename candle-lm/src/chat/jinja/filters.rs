@@ -99,7 +99,8 @@ pub(super) fn apply(
             let between = |c: char| c.is_whitespace() || "-([{<".contains(c);
             let text = text()?;
             work.letters(&text)?;
-            work.text(methods::title(&text, between))
+            // jinja joins the words anew.
+            work.text(methods::title(&text.as_plain(), between))
         }
         "center" => {
             let [width] = args.bind(name, ["width"])?;
@@ -125,7 +126,16 @@ pub(super) fn apply(
             work.letters(&text)?;
             work.text(text.escaped())
         }
-        "replace" => methods::call(&JinjaValue::Text(text()?), name, args, work),
+        "replace" => {
+            let [old, new, count] = args.bind(name, ["old", "new", "count"])?;
+            let (Some(old), Some(new)) = (old, new) else { return fail("replace takes two strings") };
+            let count = count.filter(|count| !matches!(count, JinjaValue::None));
+            let most = count.map(|count| count.int()).transpose()?;
+            let most = most.and_then(|count| usize::try_from(count).ok());
+            let text = text()?;
+            work.letters(&text)?;
+            methods::replaced(&text.as_plain(), &*old.shown(work)?, &*new.shown(work)?, most, work)
+        }
         "format" => {
             let values = work.tuple(args.positional)?;
             super::format::percent(&*text()?, &values, work)
@@ -147,17 +157,24 @@ pub(super) fn apply(
                 items = items.iter().map(|item| path(item, &attribute, work)).collect::<EvalResult<_>>()?;
             }
             let by = by.map_or_else(|| work.own(""), Ok)?.shown(work)?;
-            methods::joined(&items, &by, false, work)
+            methods::joined(&items, &by.as_plain(), false, work)
         }
         "tojson" => to_json(&value, args, work),
         "list" => work.list(value.items(work)?),
         "first" => {
             Ok(value.items(work)?.into_iter().next().unwrap_or_else(|| JinjaValue::undefined("first")))
         }
-        "last" => Ok(value.items(work)?.pop().unwrap_or_else(|| JinjaValue::undefined("last"))),
+        "last" => match &value {
+            // As by its place, which keeps what it is.
+            JinjaValue::Text(text) => match text.char_indices().next_back() {
+                Some((at, _)) => work.part(text, at..text.len()),
+                None => Ok(JinjaValue::undefined("last")),
+            },
+            other => Ok(other.items(work)?.pop().unwrap_or_else(|| JinjaValue::undefined("last"))),
+        },
         "reverse" => match &value {
             JinjaValue::Text(text) => {
-                let mut made = Text::default();
+                let mut made = text.like();
                 work.letters(text)?;
                 let places: Vec<_> = text.char_indices().collect();
                 places.into_iter().rev().for_each(|(at, c)| made.push_part(text, at..at + c.len_utf8()));
@@ -407,7 +424,7 @@ fn indented(text: &Text, args: Args, work: &WorkBudget) -> EvalResult<JinjaValue
             Rc::new(Text::own(" ".repeat(width)))
         }
     };
-    let mut made = Text::default();
+    let mut made = text.like();
     for (i, line) in text.split_inclusive('\n').enumerate() {
         work.charge(by.cost() + line.len() as u64)?;
         if (i > 0 || is(&first)) && (is(&blank) || !line.trim_end_matches(['\n', '\r']).is_empty()) {
@@ -430,9 +447,7 @@ fn truncated(text: &Text, args: Args, work: &WorkBudget) -> EvalResult<JinjaValu
     let room = usize::try_from(length.saturating_sub(end.chars().count() as i64)).unwrap_or(0);
     let cut = text.char_indices().nth(room).map_or(text.len(), |(at, _)| at);
     let cut = if is(&kills) { cut } else { text[..cut].rfind(' ').unwrap_or(cut) };
-    let mut made = text.part(0..cut);
-    made.push(&end);
-    work.text(made)
+    ops::added(&text.part(0..cut), &end, work)
 }
 
 fn to_json(value: &JinjaValue, args: Args, work: &WorkBudget) -> EvalResult<JinjaValue> {

@@ -3,13 +3,14 @@
 use jiff::civil::DateTime;
 
 use super::args::Args;
+use super::ops::inserted;
 use super::text::Text;
 use super::value::JinjaValue;
 use super::work::{EvalResult, WorkBudget, fail};
 
 /// `"{} {1} {name}".format(…)`.
 pub(super) fn braces(format: &Text, args: &Args, work: &WorkBudget) -> EvalResult<JinjaValue> {
-    let (mut made, mut rest, mut next) = (Text::default(), 0, 0);
+    let (mut made, mut rest, mut next) = (format.like(), 0, 0);
     while let Some(at) = format[rest..].find(['{', '}']).map(|at| rest + at) {
         made.push_part(format, rest..at);
         let (sign, after) = (&format[at..=at], at + 1);
@@ -31,6 +32,7 @@ pub(super) fn braces(format: &Text, args: &Args, work: &WorkBudget) -> EvalResul
         };
         let value = value.map_or_else(|| fail(format!("format() has no value for {{{name}}}")), Ok)?;
         let shown = value.shown(work)?;
+        let shown = inserted(format, &shown, work)?;
         work.charge(shown.cost() + 16)?;
         made.push(&shown);
         rest = end + 1;
@@ -45,7 +47,7 @@ pub(super) fn percent(format: &Text, values: &JinjaValue, work: &WorkBudget) -> 
         JinjaValue::List(list) if list.is_tuple => list.items.clone(),
         one => vec![one.clone()],
     };
-    let (mut made, mut rest, mut values) = (Text::default(), 0, values.into_iter());
+    let (mut made, mut rest, mut values) = (format.like(), 0, values.into_iter());
     while let Some(at) = format[rest..].find('%').map(|at| rest + at) {
         made.push_part(format, rest..at);
         let kind = format[at + 1..].chars().next();
@@ -56,6 +58,7 @@ pub(super) fn percent(format: &Text, values: &JinjaValue, work: &WorkBudget) -> 
                 let value = values.next().map_or_else(|| fail("% has too few values"), Ok)?;
                 let value = if kind == Some('s') { value } else { JinjaValue::Int(value.int()?) };
                 let shown = value.shown(work)?;
+                let shown = inserted(format, &shown, work)?;
                 work.charge(shown.cost() + 16)?;
                 made.push(&shown);
             }

@@ -2,6 +2,7 @@
 
 use super::args::Args;
 use super::format;
+use super::ops::inserted;
 use super::text::Text;
 use super::value::{JinjaValue, any};
 use super::work::{EvalResult, WorkBudget, fail};
@@ -254,7 +255,8 @@ fn words(mut rest: &str, is_forward: bool, most: usize) -> Vec<&str> {
     words
 }
 
-/// Replaces parts of a text; all of them without `most`.
+/// Replaces parts of a text; all of them without `most`. In HTML the parts are found as they are, and what replaces them is written as
+/// what shows it.
 pub(super) fn replaced(
     text: &Text,
     from: &Text,
@@ -264,21 +266,24 @@ pub(super) fn replaced(
 ) -> EvalResult<JinjaValue> {
     let places = if from.is_empty() { text.chars().count() + 1 } else { text.matches(&**from).count() };
     let places = places.min(most.unwrap_or(usize::MAX));
+    let to = &*inserted(text, to, work)?;
     // Before the bytes are there.
     work.charge((places as u64).saturating_mul(to.cost() + 16))?;
     work.text(text.replace(from, to, places))
 }
 
-/// Joins the texts of values; those of other values only unless `is_strict`.
+/// Joins the texts of values; those of other values only unless `is_strict`. HTML joins whatever has a text, as what shows it.
 pub(super) fn joined(
     items: &[JinjaValue],
     by: &Text,
     is_strict: bool,
     work: &WorkBudget,
 ) -> EvalResult<JinjaValue> {
-    let mut made = Text::default();
+    let mut made = by.like();
     for (i, item) in items.iter().enumerate() {
+        let is_strict = is_strict && !by.is_markup();
         let text = if is_strict { item.string()?.clone() } else { item.shown(work)? };
+        let text = inserted(by, &text, work)?;
         work.charge(text.cost() + by.cost() + 8)?;
         if i > 0 {
             made.push(by);
@@ -295,6 +300,10 @@ pub(super) fn padded(
     fill: &Text,
     work: &WorkBudget,
 ) -> EvalResult<JinjaValue> {
+    let fill = &*inserted(text, fill, work)?;
+    if fill.chars().count() != 1 {
+        return fail(format!("{side} fills with one character"));
+    }
     let missing = usize::try_from(width).unwrap_or(0).saturating_sub(text.chars().count());
     work.charge((missing as u64).saturating_mul(fill.cost() + 1))?;
     let left = match side {

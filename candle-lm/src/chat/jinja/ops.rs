@@ -1,5 +1,6 @@
 //! Operators and subscripts.
 
+use std::borrow::Cow;
 use std::rc::Rc;
 
 use minijinja::machinery::ast::BinOpKind;
@@ -116,6 +117,7 @@ fn number(
     }
 }
 
+/// Joins texts by `~`, which makes no HTML.
 fn joined(left: &Text, right: &Text, work: &WorkBudget) -> EvalResult<JinjaValue> {
     // Before the bytes are there.
     work.charge(left.cost() + right.cost())?;
@@ -126,17 +128,22 @@ fn joined(left: &Text, right: &Text, work: &WorkBudget) -> EvalResult<JinjaValue
 }
 
 /// Joins texts by `+`: what is added to HTML is written as what shows it.
-fn added(left: &Text, right: &Text, work: &WorkBudget) -> EvalResult<JinjaValue> {
-    if !left.is_markup() && !right.is_markup() {
-        return joined(left, right, work);
-    }
+pub(super) fn added(left: &Text, right: &Text, work: &WorkBudget) -> EvalResult<JinjaValue> {
     work.charge(left.cost() + right.cost())?;
-    work.letters(left)?;
-    work.letters(right)?;
-    let shown = |text: &Text| if text.is_markup() { text.clone() } else { text.escaped() };
-    let mut made = shown(left);
-    made.push(&shown(right));
+    let (first, second) = (inserted(right, left, work)?, inserted(left, right, work)?);
+    let mut made = first.like();
+    made.push(&first);
+    made.push(&second);
     work.text(made)
+}
+
+/// What is written of a text in another one: in HTML what shows it.
+pub(super) fn inserted<'t>(into: &Text, text: &'t Text, work: &WorkBudget) -> EvalResult<Cow<'t, Text>> {
+    if !into.is_markup() || text.is_markup() {
+        return Ok(Cow::Borrowed(text));
+    }
+    work.letters(text)?;
+    Ok(Cow::Owned(text.escaped()))
 }
 
 fn repeated(value: &JinjaValue, times: i64, work: &WorkBudget) -> EvalResult<JinjaValue> {
@@ -148,7 +155,8 @@ fn repeated(value: &JinjaValue, times: i64, work: &WorkBudget) -> EvalResult<Jin
             if list.is_tuple { work.tuple(items) } else { work.list(items) }
         }
         other => {
-            let (text, mut made) = (other.string()?, Text::default());
+            let text = other.string()?;
+            let mut made = text.like();
             work.charge(times as u64)?;
             (0..if text.is_empty() { 0 } else { times }).for_each(|_| made.push(text));
             work.text(made)
@@ -255,7 +263,7 @@ pub(super) fn slice(
         JinjaValue::Text(text) => {
             let at: Vec<_> = text.char_indices().map(|(at, c)| at..at + c.len_utf8()).collect();
             work.letters(text)?;
-            let mut made = Text::default();
+            let mut made = text.like();
             places.into_iter().for_each(|place| made.push_part(text, at[place].clone()));
             work.text(made)
         }

@@ -11,7 +11,8 @@ pub(in crate::chat) struct Text {
     text: String,
     /// The foreign bytes, in ascending order, apart from each other.
     foreign: Vec<Range<usize>>,
-    /// Whether it is HTML, with which other texts are joined as what they show.
+    /// Whether it is HTML, as markupsafe has it: what is put into it by operators and methods is written as what shows it. Filters of
+    /// jinja that join and replace take it as any text, since templates of chats do not escape by themselves.
     is_markup: bool,
 }
 
@@ -43,6 +44,16 @@ impl Text {
     /// Returns the same text as HTML.
     pub(super) fn as_markup(&self) -> Self {
         Self { is_markup: true, ..self.clone() }
+    }
+
+    /// Returns the same text as none that is HTML.
+    pub(super) fn as_plain(&self) -> Self {
+        Self { is_markup: false, ..self.clone() }
+    }
+
+    /// Returns an empty text, which is HTML if this one is.
+    pub(super) fn like(&self) -> Self {
+        Self { is_markup: self.is_markup, ..Self::default() }
     }
 
     /// Whether it is HTML.
@@ -119,7 +130,7 @@ impl Text {
 
     /// Returns these bytes.
     pub(super) fn part(&self, part: Range<usize>) -> Self {
-        let mut made = Self { is_markup: self.is_markup, ..Self::default() };
+        let mut made = self.like();
         made.push_part(self, part);
         made
     }
@@ -143,7 +154,7 @@ impl Text {
 
     /// Writes each character anew.
     pub(super) fn map<I: IntoIterator<Item = char>>(&self, mut f: impl FnMut(char) -> I) -> Self {
-        let mut made = Self { is_markup: self.is_markup, ..Self::default() };
+        let mut made = self.like();
         for (_, c, is_foreign) in self.characters() {
             let start = made.text.len();
             made.text.extend(f(c));
@@ -156,7 +167,7 @@ impl Text {
 
     /// Writes the parts between the places where `from` is, up to `most` of these, with `to` between them.
     pub(super) fn replace(&self, from: &str, to: &Self, most: usize) -> Self {
-        let (mut made, mut rest) = (Self::default(), 0);
+        let (mut made, mut rest) = (self.like(), 0);
         for (at, found) in self.text.match_indices(from).take(most) {
             made.push_part(self, rest..at);
             made.push(to);

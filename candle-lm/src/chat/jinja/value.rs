@@ -157,7 +157,7 @@ impl JinjaValue {
             }
             Self::Text(text) => text
                 .char_indices()
-                .map(|(at, c)| work.part(text, at..at + c.len_utf8()))
+                .map(|(at, c)| work.text(text.part(at..at + c.len_utf8()).as_plain()))
                 .collect::<EvalResult<Vec<_>>>(),
             other => fail(format!("a {} has no items", other.kind())),
         }
@@ -269,6 +269,11 @@ impl JinjaValue {
             Self::Bool(is) => out.push_own(if *is { "True" } else { "False" }),
             Self::Int(number) => out.push_own(&number.to_string()),
             Self::Float(number) => out.push_own(&float(*number)),
+            Self::Text(text) if text.is_markup() => {
+                out.push_own("Markup(");
+                quote(text, out, work)?;
+                out.push_own(")");
+            }
             Self::Text(text) => quote(text, out, work)?,
             Self::List(list) => {
                 let [open, close] = if list.is_tuple { ["(", ")"] } else { ["[", "]"] };

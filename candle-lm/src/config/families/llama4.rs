@@ -110,21 +110,10 @@ fn rotary(fields: &Fields, layers: usize) -> Result<Vec<bool>> {
 /// The positions of a chunk in each layer that attends to chunks: without a list those with rotary positions.
 fn chunks(fields: &Fields, rotary: &[bool]) -> Result<Vec<Option<usize>>> {
     let chunk = fields.window("attention_chunk_size", Some(8192))?;
-    let Some(list) = fields.get("layer_types") else {
+    let known = [("full_attention", false), ("chunked_attention", true)];
+    let Some(types) = fields.by_layer_type(rotary.len(), &known)? else {
         return Ok(rotary.iter().map(|is_rotary| chunk.filter(|_| *is_rotary)).collect());
     };
-    let one = |kind: &Value| match kind.as_str() {
-        Some("chunked_attention") => Some(true),
-        Some("full_attention") => Some(false),
-        _ => None,
-    };
-    let types: Option<Vec<bool>> = list.as_array().and_then(|list| list.iter().map(one).collect());
-    let types = types.filter(|types| types.len() == rotary.len()).with_context(|| {
-        format!(
-            "layer_types is {}; expected full_attention or chunked_attention for each layer",
-            shortened(list)
-        )
-    })?;
     ensure!(
         chunk.is_some() || !types.contains(&true),
         "layer_types has chunked_attention, and attention_chunk_size is null"

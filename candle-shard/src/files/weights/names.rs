@@ -270,6 +270,25 @@ impl Weights {
         Ok(self)
     }
 
+    /// Swaps the dims `dim` and `dim + 1` of a tensor, one of which has the size 1: its elements keep their order.
+    ///
+    /// # Errors
+    /// If there is no tensor `name`, it has no such dims or both are larger than 1, it is stored in blocks, or it is computed from others.
+    pub fn swap_dims(mut self, name: &str, dim: usize) -> Result<Self> {
+        let mut stored = self.stored(name)?.clone();
+        let has_one = stored.shape.get(dim..).is_some_and(|dims| dims.iter().take(2).contains(&1));
+        let is_plain = stored.schemes.is_empty() && self.quantized_dtype(name)?.is_none();
+        if dim + 1 >= stored.shape.len() || !has_one || !is_plain {
+            let (dtype, shape) = (&stored.dtype, &stored.shape);
+            let reason = format!("is {dtype}{shape:?}, whose dims from {dim} on cannot be swapped");
+            return Err(self.error(name, reason));
+        }
+        stored.shape.swap(dim, dim + 1);
+        stored.pieces.iter_mut().for_each(|piece| piece.block.swap(dim, dim + 1));
+        self.tensors.insert(name.to_owned(), stored);
+        Ok(self)
+    }
+
     /// Gives a tensor one dim, which has all of its elements.
     ///
     /// # Errors

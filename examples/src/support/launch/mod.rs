@@ -111,7 +111,8 @@ pub trait Launched: Parser + Sync {
     /// Returns the backend that moves tensors between ranks.
     fn backend(&self) -> BackendName;
 
-    /// Compute threads of each rank, if the command line says so; otherwise the cores divided by the ranks of this machine.
+    /// Compute threads of each rank, if the command line says so; otherwise the cores divided by the ranks of this machine, or
+    /// those that a launcher has bound the rank to.
     fn threads(&self) -> Option<usize> {
         None
     }
@@ -147,16 +148,19 @@ pub fn start<A: Launched, V>(
         let made = ranks.agree(validate(&args).and_then(fits))?;
         program(&args, &made, ranks)
     };
-    let threads = |ranks| args.threads().unwrap_or_else(|| candle_dist::threads::default_per_rank(ranks));
+    let threads = |default: fn(usize) -> usize, ranks| args.threads().unwrap_or_else(|| default(ranks));
     match args.backend() {
         BackendName::Threads => {
             // Before the first tensor op: computations outside of ranks must not have more threads than a rank.
             let most = args.ranks().into_iter().map(|(_, ranks)| ranks).max().unwrap_or(1);
-            candle_dist::threads::settle(threads(most));
+            candle_dist::threads::settle(threads(candle_dist::threads::default_per_rank, most));
             cli::status(run(&Ranks::Threads(patience)))
         }
         name => match processes::started(name, A::CPU_ONLY) {
-            Ok(launched) => processes::join(&launched, threads, patience, run),
+            Ok(launched) => {
+                let of_process = |ranks| threads(candle_dist::threads::default_of_process, ranks);
+                processes::join(&launched, of_process, patience, run)
+            }
             Err(status) => status,
         },
     }

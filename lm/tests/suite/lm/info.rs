@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::Write;
+use std::path::Path;
 
 use candle_core::DType;
 use candle_core::quantized::GgmlDType;
@@ -21,7 +22,9 @@ fn what_each_rank_would_hold_is_what_it_holds() {
     let config = Config { vocab_size: 256, ..small(6, 3) };
     random_model::write(folder.path(), &config, 7, DType::F16).unwrap();
     let files = Files::open(folder.path()).unwrap();
+    let before = files.bytes_read();
     let alone = Info::new(&files, 1, &ModelOptions::of(DType::F32)).unwrap();
+    assert_eq!(files.bytes_read(), before, "headers suffice");
     assert_eq!(alone.bytes_per_rank, [config.parameters() * 4]);
     assert_eq!(
         alone.bytes_by_type.into_iter().collect::<Vec<_>>(),
@@ -53,13 +56,16 @@ fn weights_are_counted_from_the_headers_as_ranks_hold_them() {
         }
         for source in sources {
             let files = Files::open(&source).unwrap();
-            let experts = if files.config.parts.experts.is_some() { 2 } else { 1 };
+            let (experts, before) =
+                (if files.config.parts.experts.is_some() { 2 } else { 1 }, files.bytes_read());
             for (tp, ep) in (1..=3).flat_map(|tp| (1..=experts).map(move |ep| (tp, ep))) {
                 let held = ModelOptions { ep, ..ModelOptions::of(DType::F32) };
                 let told: usize = Info::new(&files, ep * tp, &held).unwrap().bytes_per_rank.iter().sum();
                 let counted = memory::weight_bytes(&files, &held, [tp, 1]).unwrap();
                 let off = (counted as f64 / told as f64 - 1.0).abs();
                 assert!(off < 0.02, "{} on {tp} x {ep}: {counted} for {told}", model.case);
+                let is_read = files.bytes_read() > before;
+                assert!(!is_read || files.is_gguf(), "{}: more than headers were read", model.case);
             }
         }
     }
@@ -117,13 +123,11 @@ fn weights_that_layers_turn_into_floats_are_counted_as_floats() {
     }
 }
 
-#[test]
-fn weights_larger_than_the_memory_are_refused_before_they_are_read() {
-    let folder = tempfile::tempdir().unwrap();
-    random_model::write(folder.path(), &Config { vocab_size: 256, ..small(4, 2) }, 7, DType::F32).unwrap();
+/// Writes a model of 824 GB: a header, and a hole where the weights would be.
+fn write_huge(folder: &Path) {
+    random_model::write(folder, &Config { vocab_size: 256, ..small(4, 2) }, 7, DType::F32).unwrap();
     let huge = Config { vocab_size: 256, intermediate_size: 1 << 30, ..small(4, 2) };
-    fs::write(folder.path().join("config.json"), serde_json::to_string(&huge).unwrap()).unwrap();
-    // A header, and a hole where the weights would be.
+    fs::write(folder.join("config.json"), serde_json::to_string(&huge).unwrap()).unwrap();
     let (mut header, mut end) = (serde_json::Map::new(), 0u64);
     for (name, shape) in huge.tensors() {
         let bytes = shape.iter().product::<usize>() as u64 * 4;
@@ -131,10 +135,27 @@ fn weights_larger_than_the_memory_are_refused_before_they_are_read() {
         end += bytes;
     }
     let header = serde_json::to_vec(&header).unwrap();
-    let mut file = fs::File::create(folder.path().join("model.safetensors")).unwrap();
+    let mut file = fs::File::create(folder.join("model.safetensors")).unwrap();
     file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
     file.write_all(&header).unwrap();
     file.set_len(8 + header.len() as u64 + end).unwrap();
+}
+
+#[test]
+fn weights_larger_than_the_memory_are_told_by_their_headers() {
+    let folder = tempfile::tempdir().unwrap();
+    write_huge(folder.path());
+    let files = Files::open(folder.path()).unwrap();
+    let info = Info::new(&files, 3, &ModelOptions::of(DType::F32)).unwrap();
+    let (held, all) = (info.bytes_per_rank.iter().sum::<usize>(), files.config.parameters() * 4);
+    assert!(held >= all && held < all + (1 << 20), "{held} of {all} bytes");
+    assert_eq!(files.bytes_read(), 0);
+}
+
+#[test]
+fn weights_larger_than_the_memory_are_refused_before_they_are_read() {
+    let folder = tempfile::tempdir().unwrap();
+    write_huge(folder.path());
     let prompts = folder.path().join("prompts");
     fs::write(&prompts, "Once").unwrap();
     let prompts = prompts.to_str().unwrap();

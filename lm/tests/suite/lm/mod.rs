@@ -20,6 +20,7 @@ pub(crate) mod gguf;
 pub(crate) mod hub;
 mod info;
 mod latents;
+mod mlx;
 mod proofs;
 mod quantized;
 mod requests;

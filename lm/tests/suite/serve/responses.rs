@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use candle_lm::generate::Stop;
 use candle_lm::serve::RequestError;
 use serde_json::{Value, json};
 
@@ -224,6 +225,36 @@ fn log_probabilities_behind_thoughts_and_before_calls_are_those_of_the_text() {
         .map(|one| one["token"].as_str().unwrap().to_owned())
         .collect();
     assert_eq!(streamed, text);
+}
+
+#[test]
+fn log_probabilities_behind_a_call_that_is_left_out_are_those_of_the_text() {
+    let call = |city: &str| {
+        format!("<tool_call>{{\"name\": \"weather\", \"arguments\": {{\"city\": \"{city}\"}}}}</tool_call>\n")
+    };
+    // The text, or the call that is cut, begins as the call that is left out.
+    for (text, stop) in [("Bonn.", Stop::End), ("<tool_call>{\"name\": \"weather\", \"argum", Stop::Length)] {
+        let script =
+            Script { fall: 0.001, stop, ..Script::text(&format!("{}{}{text}", call("Rom"), call("Bonn"))) };
+        let written = script.tokens.len();
+        let server = ScriptedServer::start(move |_| script.clone());
+        let include = ["message.output_text.logprobs"];
+        let body = asked(json!({"tools": tools(), "parallel_tool_calls": false, "include": include}));
+        let whole = post(server.address, RESPOND, &body).json();
+        let [called, message] = whole["output"].as_array().unwrap().as_slice() else { panic!("{whole}") };
+        assert_eq!(
+            (called["arguments"].as_str(), &message["type"]),
+            (Some("{\"city\":\"Rom\"}"), &json!("message"))
+        );
+        let part = &message["content"][0];
+        assert_eq!(part["text"], text);
+        let told = part["logprobs"].as_array().unwrap();
+        assert_eq!(told.iter().map(|one| one["token"].as_str().unwrap()).collect::<String>(), text);
+        for (one, place) in told.iter().rev().zip((0..written).rev()) {
+            let logprob = one["logprob"].as_f64().unwrap();
+            assert!((logprob + 0.5 + 0.001 * place as f64).abs() < 1e-4, "{text:?}, token {place}: {one}");
+        }
+    }
 }
 
 #[test]

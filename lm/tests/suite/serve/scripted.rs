@@ -55,6 +55,8 @@ pub(super) struct Script {
     pub(super) stop: Stop,
     /// The time before each token.
     pub(super) pause: Duration,
+    /// How much less probable each token is than the one before it.
+    pub(super) fall: f32,
     pub(super) error: Option<RequestError>,
     /// The error comes before the text begins.
     pub(super) fails_first: bool,
@@ -70,6 +72,7 @@ impl Script {
             tokens: tokens.to_vec(),
             stop: Stop::End,
             pause: Duration::ZERO,
+            fall: 0.0,
             error: None,
             fails_first: false,
         }
@@ -310,7 +313,10 @@ fn write(
             events.send(TokenEvent::Ended(Stop::End));
             return;
         }
-        let logprob = request.logprobs.map(|_| logprob(token));
+        let mut logprob = request.logprobs.map(|_| logprob(token));
+        if let Some(told) = &mut logprob {
+            told.logprob -= script.fall * written as f32;
+        }
         events.send(TokenEvent::Token { token, logprob, at: Instant::now() });
     }
     if request.max_tokens == 0 {

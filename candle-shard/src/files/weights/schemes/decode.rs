@@ -33,8 +33,8 @@ impl Scheme {
             Self::Packed { codes, scales, zeros, bits, size } => {
                 part.packed(weights, [codes, scales], zeros.as_ref(), (*bits, *size))
             }
-            Self::Affine { codes, scales, biases, bits, size } => {
-                part.affine(weights, [codes, scales, biases], (*bits, *size))
+            Self::Affine { codes, scales, biases, bits, size, index } => {
+                part.affine(weights, [codes, scales, biases], (*bits, *size), *index)
             }
             Self::Latent { keys, values } => part.latent(weights, [keys, values]),
             Self::Four { codes, table, scales, block, nested, columns } => {
@@ -78,12 +78,9 @@ impl MatrixPart {
         (scales, [height, width], factor): (&StoredTensor, [usize; 2], f32),
         index: Option<usize>,
     ) -> Result<Vec<f32>> {
-        let of_matrix = |part: [Range<usize>; 2]| -> Vec<Range<usize>> {
-            index.map(|at| at..at + 1).into_iter().chain(part).collect()
-        };
-        let held = codes.bytes(weights, &of_matrix([self.rows.clone(), self.columns.clone()]), 1)?;
+        let held = codes.bytes(weights, &of_matrix(index, [self.rows.clone(), self.columns.clone()]), 1)?;
         let (of_rows, (group_of, of_columns)) = (groups(&self.rows, height), self.groups(width));
-        let mut part = of_matrix([of_rows.clone(), of_columns.clone()]);
+        let mut part = of_matrix(index, [of_rows.clone(), of_columns.clone()]);
         part.truncate(scales.shape.len());
         if let ([one], [1]) = (&mut part[..], &scales.shape[..]) {
             // A scale for all matrices.
@@ -183,9 +180,7 @@ impl MatrixPart {
         let first = order.iter().min().copied().unwrap_or(0);
         let around = first..order.iter().max().map_or(first, |last| last + 1);
         let width = around.len();
-        let part: Vec<Range<usize>> =
-            index.map(|at| at..at + 1).into_iter().chain([rows.clone(), around]).collect();
-        let held = of.elements(weights, &part)?;
+        let held = of.elements(weights, &of_matrix(index, [rows.clone(), around]))?;
         Ok(self.filled(|row| {
             let (held, row) = (&held, row - self.rows.start);
             move |at| {
@@ -212,8 +207,8 @@ impl MatrixPart {
             }
         };
         let ((word_of, words), packed) = (self.groups(per), groups(&self.rows, per));
-        let held = codes.words(weights, [words, self.rows.clone()])?;
-        let zero = zeros.words(weights, [of_columns.clone(), packed.clone()])?;
+        let held = codes.words(weights, &[words, self.rows.clone()])?;
+        let zero = zeros.words(weights, &[of_columns.clone(), packed.clone()])?;
         let scale = scales.part(weights, [of_columns.clone(), self.rows.clone()])?;
         let height = self.rows.len();
         Ok(self.filled(|row| {
@@ -241,8 +236,8 @@ impl MatrixPart {
         size: usize,
     ) -> Result<Vec<f32>> {
         let ((group_of, of_columns), packed) = (self.groups(size), groups(&self.rows, 8));
-        let held = codes.words(weights, [self.columns.clone(), packed.clone()])?;
-        let zero = zeros.words(weights, [of_columns.clone(), packed.clone()])?;
+        let held = codes.words(weights, &[self.columns.clone(), packed.clone()])?;
+        let zero = zeros.words(weights, &[of_columns.clone(), packed.clone()])?;
         let scale = scales.part(weights, [of_columns, self.rows.clone()])?;
         let (height, packed_height) = (self.rows.len(), packed.len());
         Ok(self.filled(|row| {
@@ -268,10 +263,10 @@ impl MatrixPart {
         let per = WORD / bits;
         let ((word_of, words), packed) = (self.groups(per), groups(&self.rows, per));
         let (group_of, of_columns) = self.groups(size);
-        let held = codes.words(weights, [self.rows.clone(), words.clone()])?;
+        let held = codes.words(weights, &[self.rows.clone(), words.clone()])?;
         let scale = scales.part(weights, [self.rows.clone(), of_columns.clone()])?;
         let zero =
-            zeros.map(|zeros| zeros.words(weights, [packed.clone(), of_columns.clone()])).transpose()?;
+            zeros.map(|zeros| zeros.words(weights, &[packed.clone(), of_columns.clone()])).transpose()?;
         Ok(self.filled(|row| {
             let at_row = row - self.rows.start;
             let zero_of = |group: usize| match &zero {
@@ -295,12 +290,13 @@ impl MatrixPart {
         weights: &Weights,
         [codes, scales, biases]: [&StoredTensor; 3],
         (bits, size): (usize, usize),
+        index: Option<usize>,
     ) -> Result<Vec<f32>> {
         let per = WORD / bits;
         let ((word_of, words), (group_of, of_columns)) = (self.groups(per), self.groups(size));
-        let held = codes.words(weights, [self.rows.clone(), words.clone()])?;
-        let scale = scales.part(weights, [self.rows.clone(), of_columns.clone()])?;
-        let bias = biases.part(weights, [self.rows.clone(), of_columns.clone()])?;
+        let held = codes.words(weights, &of_matrix(index, [self.rows.clone(), words.clone()]))?;
+        let of_groups = of_matrix(index, [self.rows.clone(), of_columns.clone()]);
+        let (scale, bias) = (scales.floats(weights, &of_groups)?, biases.floats(weights, &of_groups)?);
         Ok(self.filled(|row| {
             let at_row = row - self.rows.start;
             let (held, first) = (&held[at_row * words.len()..], self.columns.start);
@@ -358,6 +354,11 @@ fn groups(range: &Range<usize>, size: usize) -> Range<usize> {
     range.start / size..range.end.div_ceil(size)
 }
 
+/// Returns a part of a matrix, or of the matrix `index` of several.
+fn of_matrix(index: Option<usize>, part: [Range<usize>; 2]) -> Vec<Range<usize>> {
+    index.map(|at| at..at + 1).into_iter().chain(part).collect()
+}
+
 /// Returns the range from the least of some numbers to the largest.
 fn around(numbers: &[usize]) -> Range<usize> {
     let least = numbers.iter().copied().min().unwrap_or(0);
@@ -409,8 +410,8 @@ impl StoredTensor {
     }
 
     /// Returns words of 32 bits.
-    fn words(&self, weights: &Weights, block: [Range<usize>; 2]) -> Result<Vec<u32>> {
-        let bytes = self.bytes(weights, &block, 4)?;
+    fn words(&self, weights: &Weights, block: &[Range<usize>]) -> Result<Vec<u32>> {
+        let bytes = self.bytes(weights, block, 4)?;
         Ok(bytes.as_chunks::<4>().0.iter().map(|&bytes| u32::from_le_bytes(bytes)).collect())
     }
 

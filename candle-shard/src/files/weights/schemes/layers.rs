@@ -37,7 +37,7 @@ impl Weights {
     /// | `gptq` | 2, 4 or 8 bits, also with `desc_act`, of either `checkpoint_format` |
     /// | `awq` | 4 bits, version `gemm` |
     /// | `bitsandbytes` | `nf4` and `fp4`, also with nested scales; 8 bits |
-    /// | none, or `mlx` | MLX's `affine` codes of 2, 4 or 8 bits |
+    /// | none, or `mlx` | MLX's `affine` codes of 2, 4 or 8 bits, also of stacked experts |
     /// | `modelopt` | `FP8`, `NVFP4` and `MIXED_PRECISION` of both |
     /// | `mxfp4` | the `_blocks` and `_scales` of gpt-oss, as the transposed matrices of files without codes |
     ///
@@ -104,7 +104,7 @@ impl Weights {
     }
 
     /// Returns the modules that have a tensor of this name.
-    fn modules(&self, suffix: &str) -> Vec<String> {
+    pub(super) fn modules(&self, suffix: &str) -> Vec<String> {
         self.tensors.keys().filter_map(|name| name.strip_suffix(suffix)).map(str::to_owned).collect()
     }
 
@@ -112,7 +112,7 @@ impl Weights {
         self.tensors.remove(&format!("{module}{name}"))
     }
 
-    fn need(&mut self, module: &str, name: &str) -> Result<StoredTensor> {
+    pub(super) fn need(&mut self, module: &str, name: &str) -> Result<StoredTensor> {
         let found = self.take(module, name);
         found.ok_or_else(|| {
             Error::file(
@@ -123,7 +123,7 @@ impl Weights {
     }
 
     /// Adds the weight of a module.
-    fn give(&mut self, module: &str, shape: [usize; 2], scheme: Scheme) -> Result<()> {
+    pub(super) fn give(&mut self, module: &str, shape: [usize; 2], scheme: Scheme) -> Result<()> {
         let pieces = vec![SchemePiece::whole(scheme, shape)];
         let stored =
             StoredTensor { shape: shape.to_vec(), dtype: "F32".into(), pieces: Vec::new(), schemes: pieces };
@@ -135,7 +135,7 @@ impl Weights {
         }
     }
 
-    fn wrong(&self, module: &str, of: &StoredTensor, why: &str) -> Error {
+    pub(super) fn wrong(&self, module: &str, of: &StoredTensor, why: &str) -> Error {
         Error::file(&self.source, format!("{module:?} has {}{:?}, {why}", of.dtype, of.shape))
     }
 
@@ -225,18 +225,10 @@ impl Weights {
                     _ => return Err(self.wrong(&name, &scales, &format!("as scales of {:?}", codes.shape))),
                 };
                 let block = block.map(|size| size.max(1));
-                let matrix = |at: usize| {
+                let made = StoredTensor::of_matrices(count, [rows, columns], |at| {
                     let (codes, scales, index) = (codes.clone(), scales.clone(), Some(at));
-                    let scheme = Scheme::Scaled { codes, is_float: true, scales, block, factor: 1.0, index };
-                    SchemePiece::whole(scheme, [rows, columns]).at(at)
-                };
-                let schemes = (0..count).map(matrix).collect();
-                let made = StoredTensor {
-                    shape: vec![count, rows, columns],
-                    dtype: "F32".into(),
-                    pieces: Vec::new(),
-                    schemes,
-                };
+                    Scheme::Scaled { codes, is_float: true, scales, block, factor: 1.0, index }
+                });
                 self.tensors.insert(name, made);
             }
         }
@@ -283,37 +275,6 @@ impl Weights {
             }
             let scheme = Scheme::Packed { codes, scales, zeros, bits, size: size.max(1) };
             self.give(&module, [rows, columns], scheme)?;
-        }
-        Ok(())
-    }
-
-    /// Finds matrices of MLX's codes, whose numbers of bits follow from the shapes; `config` names modules with other groups than `group`.
-    fn mlx(&mut self, config: &Value, group: usize) -> Result<()> {
-        for module in self.modules(".scales") {
-            let (codes, scales) = (self.need(&module, ".weight")?, self.need(&module, ".scales")?);
-            let biases = self.need(&module, ".biases")?;
-            let size = config[&module]["group_size"].as_u64().map_or(group, |size| size as usize);
-            let shape = match (&codes.shape[..], &scales.shape[..]) {
-                (&[rows, words], &[of, groups]) if rows == of && groups > 0 => groups
-                    .checked_mul(size)
-                    .zip(words.checked_mul(32))
-                    .filter(|(columns, bits)| *columns > 0 && bits.is_multiple_of(*columns))
-                    .map(|(columns, bits)| ([rows, columns], bits / columns)),
-                _ => None,
-            };
-            let Some((shape, bits @ (2 | 4 | 8))) = shape.filter(|_| is_word(&codes)) else {
-                let why =
-                    format!("as codes of 2, 4 or 8 bits with scales {:?} of groups of {size}", scales.shape);
-                return Err(self.wrong(&module, &codes, &why));
-            };
-            if biases.shape != scales.shape {
-                return Err(self.wrong(
-                    &module,
-                    &biases,
-                    &format!("as biases beside scales {:?}", scales.shape),
-                ));
-            }
-            self.give(&module, shape, Scheme::Affine { codes, scales, biases, bits, size })?;
         }
         Ok(())
     }
@@ -403,13 +364,10 @@ impl Weights {
                 return Err(self.wrong(&name, &scales, &format!("as scales of {:?}", codes.shape)));
             }
             let shape = [blocks.saturating_mul(MX_BLOCK), columns];
-            let piece = |index| {
+            let stored = StoredTensor::of_matrices(count, shape, |index| {
                 let (codes, scales) = (codes.clone(), scales.clone());
-                SchemePiece::whole(Scheme::Mxfp4 { codes, scales, index }, shape).at(index)
-            };
-            let schemes = (0..count).map(piece).collect();
-            let shape = vec![count, shape[0], shape[1]];
-            let stored = StoredTensor { shape, dtype: "F32".into(), pieces: Vec::new(), schemes };
+                Scheme::Mxfp4 { codes, scales, index }
+            });
             if self.tensors.insert(name.clone(), stored).is_some() {
                 return Err(Error::file(&self.source, format!("has {name:?} both in parts and as a weight")));
             }
@@ -543,6 +501,6 @@ impl StoredTensor {
 }
 
 /// Returns whether a tensor has words of 32 bits.
-fn is_word(stored: &StoredTensor) -> bool {
+pub(super) fn is_word(stored: &StoredTensor) -> bool {
     ["I32", "U32"].contains(&&*stored.dtype)
 }

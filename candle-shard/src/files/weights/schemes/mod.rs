@@ -5,6 +5,7 @@
 mod decode;
 mod layers;
 mod method;
+mod mlx;
 mod views;
 
 use super::{StoredTensor, Weights};
@@ -43,8 +44,15 @@ pub(super) enum Scheme {
         bits: usize,
         size: usize,
     },
-    /// MLX: `codes` `[rows, columns / per]` of 32 bits, `scales` and `biases` `[rows, groups]`.
-    Affine { codes: StoredTensor, scales: StoredTensor, biases: StoredTensor, bits: usize, size: usize },
+    /// MLX: `codes` `[rows, columns / per]` of 32 bits, `scales` and `biases` `[rows, groups]`; or those of the matrix `index` of several.
+    Affine {
+        codes: StoredTensor,
+        scales: StoredTensor,
+        biases: StoredTensor,
+        bits: usize,
+        size: usize,
+        index: Option<usize>,
+    },
     /// The keys `[heads, latent, key]` and the values `[heads, value, latent]` of latent attention: for each head the rows of its key, then
     /// those of its value.
     Latent { keys: StoredTensor, values: StoredTensor },
@@ -73,11 +81,12 @@ impl Scheme {
             | Self::Awq { codes, .. }
             | Self::Packed { codes, .. }
             | Self::Affine { codes, .. }
-            | Self::Latent { keys: codes, .. }
             | Self::Mxfp4 { codes, .. }
             | Self::Nvfp4 { codes, .. }
             | Self::Four { codes, .. } => codes,
-            Self::View { of, .. } => of.schemes.first().map_or(of, |piece| piece.scheme.codes()),
+            Self::View { of, .. } | Self::Latent { keys: of, .. } => {
+                of.schemes.first().map_or(of, |piece| piece.scheme.codes())
+            }
         }
     }
 
@@ -88,20 +97,26 @@ impl Scheme {
             let all = matrices * of.shape.last().map_or(1, |&columns| columns.max(1)) as u128;
             return (u128::from(of.all_bytes()) * columns.len() as u128 / all) as u64;
         }
+        if let Self::Latent { keys, values } = self {
+            return keys.all_bytes() + values.all_bytes();
+        }
         if let Self::Mxfp4 { codes, scales, .. } | Self::Scaled { codes, scales, index: Some(_), .. } = self {
             return (codes.byte_count() + scales.byte_count()) / codes.shape[0].max(1) as u64;
+        }
+        if let Self::Affine { codes, scales, biases, index: Some(_), .. } = self {
+            let all = codes.byte_count() + scales.byte_count() + biases.byte_count();
+            return all / codes.shape[0].max(1) as u64;
         }
         let others: Vec<&StoredTensor> = match self {
             Self::Scaled { scales, .. } | Self::Nvfp4 { scales, .. } => vec![scales],
             Self::Gptq { zeros, scales, groups, .. } => [zeros, scales].into_iter().chain(groups).collect(),
             Self::Awq { zeros, scales, .. } => vec![zeros, scales],
             Self::Affine { scales, biases, .. } => vec![scales, biases],
-            Self::Latent { values, .. } => vec![values],
             Self::Packed { scales, zeros, .. } => [scales].into_iter().chain(zeros).collect(),
             Self::Four { scales, nested, .. } => {
                 [scales].into_iter().chain(nested.as_ref().map(|nested| &nested.scales)).collect()
             }
-            Self::Mxfp4 { .. } | Self::View { .. } => Vec::new(),
+            Self::Mxfp4 { .. } | Self::View { .. } | Self::Latent { .. } => Vec::new(),
         };
         self.codes().byte_count() + others.into_iter().map(StoredTensor::byte_count).sum::<u64>()
     }
@@ -124,6 +139,14 @@ pub(super) struct SchemePiece {
     shape: [usize; 2],
     /// The row and the column of the matrix at which the block begins.
     start: [usize; 2],
+}
+
+impl StoredTensor {
+    /// Returns `count` matrices one behind the other, of which `scheme` says how each follows from tensors.
+    fn of_matrices(count: usize, shape: [usize; 2], scheme: impl Fn(usize) -> Scheme) -> Self {
+        let schemes = (0..count).map(|at| SchemePiece::whole(scheme(at), shape).at(at)).collect();
+        Self { shape: vec![count, shape[0], shape[1]], dtype: "F32".into(), pieces: Vec::new(), schemes }
+    }
 }
 
 impl SchemePiece {
