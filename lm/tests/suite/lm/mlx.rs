@@ -135,7 +135,8 @@ fn in_turns(tensor: &Tensor) -> [Tensor; 2] {
     [0, 1].map(|first| {
         let rows: Vec<u32> = (first..tensor.dim(1).unwrap() as u32).step_by(2).collect();
         let count = rows.len();
-        tensor.index_select(&Tensor::from_vec(rows, count, &Device::Cpu).unwrap(), 1).unwrap()
+        let rows = Tensor::from_vec(rows, count, &Device::Cpu).unwrap();
+        tensor.contiguous().unwrap().index_select(&rows, 1).unwrap()
     })
 }
 

@@ -233,9 +233,9 @@ fn log_probabilities_behind_a_call_that_is_left_out_are_those_of_the_text() {
         format!("<tool_call>{{\"name\": \"weather\", \"arguments\": {{\"city\": \"{city}\"}}}}</tool_call>\n")
     };
     // The text, or the call that is cut, begins as the call that is left out.
-    for (text, stop) in [("Bonn.", Stop::End), ("<tool_call>{\"name\": \"weather\", \"argum", Stop::Length)] {
+    for (text, stop) in [("Graz.", Stop::End), ("<tool_call>{\"name\": \"weather\", \"argum", Stop::Length)] {
         let script =
-            Script { fall: 0.001, stop, ..Script::text(&format!("{}{}{text}", call("Rom"), call("Bonn"))) };
+            Script { fall: 0.001, stop, ..Script::text(&format!("{}{}{text}", call("Rom"), call("Graz"))) };
         let written = script.tokens.len();
         let server = ScriptedServer::start(move |_| script.clone());
         let include = ["message.output_text.logprobs"];
