@@ -568,6 +568,25 @@ MIXTURES |= {
     ),
 }
 
+# Choices by a softmax with a bias, in layers behind dense ones or in some of them.
+MIXTURES |= {
+    "ernie moe": (
+        "Ernie4_5_Moe",
+        dict(
+            ODD, num_hidden_layers=3, moe_num_experts=6, moe_k=3, moe_intermediate_size=20, moe_num_shared_experts=2,
+            moe_layer_start_index=1, rope_parameters=dict(FRESH),
+        ),
+    ),
+    "ernie moe in each other layer": (
+        "Ernie4_5_Moe",
+        dict(
+            num_hidden_layers=5, moe_num_experts=4, moe_k=2, moe_intermediate_size=12, moe_num_shared_experts=0,
+            moe_layer_start_index=0, moe_layer_end_index=3, moe_layer_interval=2, moe_norm_min=0.75,
+            tie_word_embeddings=False, rope_parameters=dict(FRESH),
+        ),
+    ),
+}
+
 MODELS = {**CASES, **MIXTURES, **DENSE}
 
 ROPES_PATH = PATH.with_name("ropes.json")

@@ -27,7 +27,7 @@ BATCH = [
     [9, 7, 35, 15, 13, 23, 3, 19, 29, 27],
 ]
 BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.25)
-MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe", "gpt oss", "granite moe", "granite hybrid with experts"]
+MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe", "gpt oss", "granite moe", "granite hybrid with experts", "ernie moe"]
 
 # The routers of models in memory.
 ROUTERS = ["mlp.gate.wg.weight", "mlp.gate.weight", "block_sparse_moe.router.weight", "feed_forward.gate.weight"]
@@ -145,7 +145,8 @@ def step(case, family, fields, rows):
     made = model(input_ids=ids[:, :-1], labels=ids[:, 1:], shift_labels=ids[:, 1:].contiguous(), use_cache=False)
     made.loss.backward()
     grads = {}
-    for name, parameter in model.named_parameters():
+    # The biases of choices are parameters in some families, and are not learned.
+    for name, parameter in ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad):
         grads.update(parts(name, parameter.grad, config))
     return config, made.loss.item(), grads
 

@@ -172,6 +172,7 @@ fn options(width: usize, experts: &Experts, vb: &MeshVarBuilder) -> MoEConfig {
         .expert_gate(experts.gate)
         .normalize(experts.normalize)
         .normalize_epsilon(experts.normalize_epsilon)
+        .normalize_least(experts.normalize_least)
         .scale(experts.scale)
         .weigh_inputs(experts.weigh_inputs);
     let has = |axis| vb.mesh().axis_index(axis).is_ok();

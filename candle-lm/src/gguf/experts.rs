@@ -13,6 +13,9 @@ use crate::expert_files::GATE_UP;
 /// How logits become scores, after the name of the architecture: 1 for the softmax, and 2 for the logistic function.
 const SCORES: &str = "expert_gating_func";
 
+/// What files call mixtures of ERNIE.
+pub(super) const ERNIE: &str = "ernie4_5-moe";
+
 /// The keys that [`fields`] reads beside those that are fields.
 pub(super) const KEYS: [&str; 1] = [SCORES];
 
@@ -62,6 +65,9 @@ pub(super) fn fields(
         let dense = fields.remove("first_k_dense_replace").unwrap_or(json!(0));
         fields.insert("num_dense_layers".into(), dense);
     }
+    if kind == ERNIE {
+        ernie(fields)?;
+    }
     if kind == "hunyuan-moe" {
         // A network of the same width, which there is one of.
         let count = fields.remove("n_shared_experts");
@@ -92,6 +98,7 @@ pub(super) fn fields(
             fields.insert("model_type".into(), json!("mixtral"));
             normalizes(kind, fields)?;
         }
+        ERNIE => normalizes(kind, fields)?,
         "lfm2moe" => {
             normalizes(kind, fields)?;
             let has_bias = weights.names().any(|name| name.ends_with(".exp_probs_b.bias"));
@@ -174,6 +181,27 @@ pub(super) fn fields(
         }
         _ => {}
     }
+    Ok(())
+}
+
+/// The layers of ERNIE that have experts, and the network beside these.
+fn ernie(fields: &mut Map<String, Value>) -> Result<()> {
+    for (was, is, absent) in [
+        ("first_k_dense_replace", "moe_layer_start_index", 0),
+        ("interleave_moe_layer_step", "moe_layer_interval", 1),
+        ("n_shared_experts", "moe_num_shared_experts", 0),
+    ] {
+        let value = fields.remove(was).unwrap_or(json!(absent));
+        fields.insert(is.into(), value);
+    }
+    let number = |name: &str| fields.get(name).and_then(Value::as_u64).unwrap_or(0);
+    let width = number("moe_num_shared_experts").saturating_mul(number("moe_intermediate_size"));
+    let said = fields.remove("shared_expert_intermediate_size");
+    ensure!(
+        said.as_ref().is_none_or(|said| *said == json!(width)),
+        "{ERNIE}.expert_shared_feed_forward_length is {}, and only {width} is supported, that of all shared experts together",
+        said.unwrap_or_default()
+    );
     Ok(())
 }
 

@@ -32,7 +32,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 47] = [
+const ARCHITECTURES: [(&str, &str, bool); 48] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -59,6 +59,7 @@ const ARCHITECTURES: [(&str, &str, bool); 47] = [
     ("hunyuan-dense", "hunyuan_v1_dense", false),
     ("hunyuan-moe", "hunyuan_v1_moe", false),
     ("ernie4_5", "ernie4_5", false),
+    (experts::ERNIE, "ernie4_5_moe", false),
     ("chatglm", "glm", false),
     ("glm4", "glm4", false),
     ("glm4moe", "glm4_moe", false),

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_nn::Activation;
 use serde_json::{Map, Value, json};
 
-use super::{Family, FamilyDefaults, PLAIN};
+use super::{Family, FamilyDefaults, PLAIN, rename};
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::{Text, True};
 use crate::config::fields::{Fields, joined, shortened};
@@ -159,15 +159,6 @@ fn heads(fields: &Fields, [count, width]: [usize; 2]) -> Result<MambaHeads> {
         proj_bias: fields.switch("use_bias")?,
     }
     .checked()
-}
-
-/// Gives fields other names.
-fn rename(fields: &mut Map<String, Value>, names: &[(&str, &str)]) {
-    for (was, is) in names {
-        if let Some(value) = fields.remove(*was).filter(|value| !value.is_null()) {
-            fields.insert((*is).into(), value);
-        }
-    }
 }
 
 /// The fields of a config of Mamba 2, under the names that NVIDIA has for those of states. Attention and feed-forward networks, which no layer

@@ -66,7 +66,9 @@ impl Router {
         let indexes = choices(scores.spec(), &chosen, config.top_k, scores.device())?;
         let mut weights = scores.gather(&indexes, last)?;
         if config.normalize {
-            weights = weights.div(weights.sum_keepdim(last)?.add(config.normalize_epsilon)?)?;
+            let sum = weights.sum_keepdim(last)?.add(config.normalize_epsilon)?;
+            let least = config.normalize_least;
+            weights = weights.div(if least == 0.0 { sum } else { sum.maximum(least)? })?;
         }
         if config.scale != 1.0 {
             weights = weights.affine(config.scale, 0.0)?;

@@ -297,6 +297,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         "qwen3_5_text" => "qwen35",
         "qwen3_5_moe_text" => "qwen35moe",
         "qwen3_next" => "qwen3next",
+        "ernie4_5_moe" => "ernie4_5-moe",
         other => other,
     };
     let (is_gemma, is_permuted) = (
@@ -327,7 +328,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
             name if name.ends_with(".mamba.D") => tensor.unsqueeze(1).unwrap(),
             name if name.ends_with(".mamba.norm.weight") => by_groups(&config, &tensor),
             // A converter leaves out dims of 1.
-            name if name.contains("shared_expert_gate") => tensor.flatten_all().unwrap(),
+            name if name.contains("shared_expert_gate") || name.ends_with(".mlp.router.bias") => tensor.flatten_all().unwrap(),
             name if is_permuted && name.contains("q_proj") => permuted(&tensor, heads.query),
             name if is_permuted && name.contains("k_proj") => permuted(&tensor, heads.key_value),
             _ => tensor,
@@ -420,6 +421,16 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         if kind == "hunyuan-moe" {
             metadata.push(("expert_shared_count", Stored::U32(1)));
             metadata.push(("expert_shared_feed_forward_length", Stored::U32(experts.shared as u32)));
+        }
+        if kind == "ernie4_5-moe" {
+            metadata.extend([
+                ("leading_dense_block_count", size("moe_layer_start_index")),
+                ("interleave_moe_layer_step", size("moe_layer_interval")),
+                ("expert_feed_forward_length", Stored::U32(experts.hidden as u32)),
+                ("expert_shared_count", size("moe_num_shared_experts")),
+            ]);
+            let shared = Stored::U32(experts.shared as u32);
+            metadata.extend((experts.shared > 0).then_some(("expert_shared_feed_forward_length", shared)));
         }
         if kind == "llama4" {
             metadata.push(("interleave_moe_layer_step", size("interleave_moe_layer_step")));
