@@ -587,6 +587,28 @@ MIXTURES |= {
     ),
 }
 
+# Layers of experts without gates, between layers with states and attention; others get and make states of another width.
+MIXTURES |= {
+    "nemotron h with experts": (
+        "NemotronH",
+        dict(
+            head_dim=8, mamba_num_heads=4, mamba_head_dim=12, n_groups=2, ssm_state_size=6, chunk_size=4,
+            layers_block_type=["linear_attention", "moe", "full_attention", "moe"], layer_norm_epsilon=1e-2,
+            n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, moe_shared_expert_intermediate_size=28,
+            routed_scaling_factor=2.5,
+        ),
+    ),
+    "nemotron h with latents": (
+        "NemotronH",
+        dict(
+            ODD, head_dim=12, mamba_num_heads=5, mamba_head_dim=12, n_groups=1, ssm_state_size=8, chunk_size=4,
+            layers_block_type=["moe", "linear_attention", "mlp", "full_attention"], layer_norm_epsilon=1e-2,
+            n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, moe_intermediate_size=12,
+            moe_shared_expert_intermediate_size=20, moe_latent_size=28, norm_topk_prob=False,
+        ),
+    ),
+}
+
 MODELS = {**CASES, **MIXTURES, **DENSE}
 
 ROPES_PATH = PATH.with_name("ropes.json")

@@ -50,6 +50,7 @@ OF_GRANITE = {"shared_mlp.input_linear": "mlp.gate_up_proj", "shared_mlp.output_
 OF_MIXERS = {
     **{name: "self_attn" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
     **{name: "mlp" for name in ("up_proj", "down_proj")},
+    **{name: "mlp" for name in ("gate", "experts", "shared_experts", "fc1_latent_proj", "fc2_latent_proj")},
 }
 
 

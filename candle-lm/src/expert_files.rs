@@ -23,8 +23,10 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
     let Some(experts) = &config.parts.experts else { return Ok(weights) };
     let names = experts.names;
     // In memory, transformers 5 has the stacks of some families by other names.
-    let in_memory = ["gate_up_proj", "down_proj"].map(|part| format!(".{}.{part}", names.experts));
-    let stacks = names.stacks.map_or([GATE_UP, EXPERTS[2]], |stacks| [stacks.gate_up, stacks.down]);
+    let (first, first_stack) =
+        if experts.gate.has_gate() { ("gate_up_proj", GATE_UP) } else { ("up_proj", EXPERTS[1]) };
+    let in_memory = [first, "down_proj"].map(|part| format!(".{}.{part}", names.experts));
+    let stacks = names.stacks.map_or([first_stack, EXPERTS[2]], |stacks| [stacks.gate_up, stacks.down]);
     let mut weights = weights.rename(|name| {
         for (known, stack) in in_memory.iter().zip(stacks) {
             if let Some(layer) = name.strip_suffix(known.as_str()) {
@@ -90,9 +92,11 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
             }
             weights = weights.split_dim(&fused, 1, &[(&gate, inner), (&up, inner)])?;
         }
-        for part in EXPERTS.map(at) {
+        for part in EXPERTS.map(at).into_iter().skip(usize::from(!experts.gate.has_gate())) {
             if weights.names().all(|name| name != part) {
-                weights = weights.stack(&config.unstacked(&part).unwrap_or_default(), part)?;
+                let all = config.unstacked(&part).unwrap_or_default().into_iter();
+                let all: Vec<String> = all.map(|name| config.name_in_memory(&name)).collect();
+                weights = weights.stack(&all, part)?;
             }
         }
     }

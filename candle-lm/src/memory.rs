@@ -61,7 +61,9 @@ pub(crate) fn text_bytes(
 }
 
 /// The matrices that each rank has whole.
-const WHOLE: [&str; 7] = [
+const WHOLE: [&str; 9] = [
+    "fc1_latent_proj",
+    "fc2_latent_proj",
     "router",
     "shared_expert_gate",
     "q_a_proj",
@@ -148,9 +150,11 @@ fn held_blocks(files: &Files, held: &ModelOptions, tp: usize, name: &str) -> Res
         let blocks = weights.quantized_dtype(name)?.filter(|&blocks| QuantizedMatrix::takes(blocks));
         Ok(blocks.filter(|_| !held.dequantize))
     };
+    // Some experts have no gates.
     let all = |names: [String; 3]| -> Result<bool> {
         names
             .iter()
+            .filter(|name| weights.contains_tensor(name))
             .map(|name| Ok(block(name)?.is_some()))
             .try_fold(true, |all, one: Result<bool>| Ok(all && one?))
     };

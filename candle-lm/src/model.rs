@@ -135,7 +135,8 @@ impl Decoder {
         }
         for experts in parts.experts.iter().filter(|experts| experts.shared > 0) {
             let network = format!("model.layers.*.{}", experts.names.shared[0]);
-            cuts.extend(FEED_FORWARD.map(|(part, cut)| (format!("{network}.{part}"), cut)));
+            let layers = FEED_FORWARD.into_iter().filter(|(part, _)| parts.gated || *part != "gate_proj");
+            cuts.extend(layers.map(|(part, cut)| (format!("{network}.{part}"), cut)));
         }
         let mut mixers: Vec<MixerKind> = Vec::new();
         for mixer in (0..config.num_hidden_layers).map(|layer| config.parts.mixer(layer)) {

@@ -54,7 +54,7 @@ impl Moe {
         self.layer.forward(x)
     }
 
-    /// Like [`forward`](Self::forward), with experts that the tokens `by` of the same shape choose.
+    /// Like [`forward`](Self::forward), with experts that are chosen by as many other tokens.
     pub fn forward_by(&self, x: &Tensor, by: &Tensor) -> Result<Made> {
         self.layer.forward_by(x, by)
     }
@@ -93,7 +93,8 @@ impl MoeLayer {
             let bound = 1.0 / (shape[shape.len() - 1] as f64).sqrt();
             params.draw(format!("{prefix}{name}"), shape, Distribution::Uniform { lo: -bound, up: bound })
         };
-        let router = draw("router.weight", &[experts, width])?;
+        let by_width = config.router_width.unwrap_or(width);
+        let router = draw("router.weight", &[experts, by_width])?;
         let first = usize::from(!config.expert_gate.has_gate());
         let of_experts = [("gate", hidden, width), ("up", hidden, width), ("down", width, hidden)];
         let made =
@@ -110,7 +111,7 @@ impl MoeLayer {
         let shared_gate =
             config.shared_gate.then(|| draw("shared_expert_gate.weight", &[1, width])).transpose()?;
         // A layer draws it with the bound of the router's weight.
-        let bound = 1.0 / (width as f64).sqrt();
+        let bound = 1.0 / (by_width as f64).sqrt();
         let uniform = Distribution::Uniform { lo: -bound, up: bound };
         let logit_bias = || params.draw(format!("{prefix}router.logit_bias"), &[experts], uniform);
         let logit_bias = config.logit_bias.then(logit_bias).transpose()?;
@@ -142,7 +143,8 @@ impl MoeLayer {
     fn forward_by(&self, x: &Tensor, by: &Tensor) -> Result<Made> {
         let config = &self.config;
         let flat = x.reshape(((), config.width))?;
-        let mut logits = by.reshape(((), config.width))?.matmul(&self.router.t()?)?;
+        let by_width = config.router_width.unwrap_or(config.width);
+        let mut logits = by.reshape(((), by_width))?.matmul(&self.router.t()?)?;
         if let Some(bias) = &self.logit_bias {
             logits = logits.broadcast_add(bias)?;
         }

@@ -148,4 +148,13 @@ pub static HUNYUAN: ExpertNames =
 pub static ERNIE: ExpertNames =
     ExpertNames { bias: "mlp.moe_statics.e_score_correction_bias", has_bias_row: true, ..DEEPSEEK };
 
+/// The names of the files of NVIDIA's hybrids. Experts have no gate.
+pub static NEMOTRON: ExpertNames = ExpertNames {
+    router: "mixer.gate",
+    bias: "mixer.gate.e_score_correction_bias",
+    experts: "mixer.experts",
+    module: "mixer.experts",
+    ..DEEPSEEK
+};
+
 const SHARED: [&str; 2] = ["mlp.shared_experts", "mlp.shared_expert_gate"];

@@ -5,8 +5,8 @@ use candle_shard::nn::{ExpertGate, ExpertGroups, Scores};
 use serde_json::{Value, json};
 
 pub use super::expert_names::{
-    DEEPSEEK, ERNIE, ExpertNames, GEMMA, GPT_OSS, GRANITE, HUNYUAN, LFM2, LLAMA, MISTRAL, MIXTRAL, QWEN,
-    StackLayout, StackNames,
+    DEEPSEEK, ERNIE, ExpertNames, GEMMA, GPT_OSS, GRANITE, HUNYUAN, LFM2, LLAMA, MISTRAL, MIXTRAL, NEMOTRON,
+    QWEN, StackLayout, StackNames,
 };
 use super::fields::FieldRule::{self, Harmless, Only, Used};
 use super::fields::Plain::{False, Text, True, Zero};
@@ -21,6 +21,8 @@ pub struct Experts {
     pub chosen: usize,
     /// The width inside an expert.
     pub hidden: usize,
+    /// The width of what experts get and make, if it is not that of the hidden states: layers project to it and back.
+    pub latent: Option<usize>,
     /// How the logits of the router become scores.
     pub scores: Scores,
     /// Groups of experts that are chosen first.
@@ -137,6 +139,7 @@ impl Default for Experts {
             count: 8,
             chosen: 2,
             hidden: 14336,
+            latent: None,
             scores: Scores::Softmax,
             groups: None,
             has_bias: false,
@@ -326,9 +329,37 @@ impl Experts {
 
     /// Those of mixtures that are made like DeepSeek's, in all `layers` layers but the first ones.
     pub(super) fn deepseek(fields: &Fields, layers: usize) -> Result<Self> {
+        let grouped = Self::grouped(fields, ([128, 8], 1408), &DEEPSEEK)?;
+        // Without the field there is one, and null says that there is none.
+        let shared = match fields.get("n_shared_experts") {
+            None if fields.has("n_shared_experts") => 0,
+            _ => fields.optional_count("n_shared_experts", MOST)?.unwrap_or(1),
+        };
+        let shared = grouped.hidden.saturating_mul(shared);
+        Ok(Self { shared, layers: sparse_layers(fields, layers)?, ..grouped })
+    }
+
+    /// Those of NVIDIA, in these `layers`, beside a network for all tokens that has a width of its own.
+    pub(super) fn nemotron(fields: &Fields, layers: Vec<bool>) -> Result<Self> {
+        let shared = fields.optional_size("moe_shared_expert_intermediate_size", super::MOST)?;
+        Ok(Self {
+            latent: fields.optional_size("moe_latent_size", super::MOST)?,
+            gate: ExpertGate::SquaredRelu,
+            shared: shared.unwrap_or(7688),
+            layers,
+            ..Self::grouped(fields, ([8, 2], 7688), &NEMOTRON)?
+        })
+    }
+
+    /// Those that DeepSeek's router chooses; without fields their numbers and width are `absent`.
+    fn grouped(
+        fields: &Fields,
+        absent: ([usize; 2], usize),
+        names: &'static ExpertNames,
+    ) -> Result<Self> {
         let size = |name, absent| Ok::<_, anyhow::Error>(fields.optional_size(name, MOST)?.unwrap_or(absent));
-        let hidden = fields.optional_size("moe_intermediate_size", super::MOST)?.unwrap_or(1408);
-        let read = Self::read(fields, [128, 8], hidden, &DEEPSEEK)?;
+        let hidden = fields.optional_size("moe_intermediate_size", super::MOST)?.unwrap_or(absent.1);
+        let read = Self::read(fields, absent.0, hidden, names)?;
         let groups = ExpertGroups { count: size("n_group", 1)?, chosen: size("topk_group", 1)?, best: 2 };
         let Self { count, chosen, .. } = read;
         ensure!(
@@ -340,12 +371,6 @@ impl Experts {
             groups.count,
             groups.chosen
         );
-        // Without the field there is one, and null says that there is none.
-        let shared = match fields.get("n_shared_experts") {
-            Some(value) if *value == json!(0) => 0,
-            None if fields.has("n_shared_experts") => 0,
-            _ => hidden.saturating_mul(size("n_shared_experts", 1)?),
-        };
         Ok(Self {
             scores: Scores::Sigmoid,
             groups: (groups.count > 1).then_some(groups),
@@ -353,8 +378,6 @@ impl Experts {
             normalize: fields.switch_or("norm_topk_prob", true)?,
             normalize_epsilon: 1e-20,
             scale: fields.optional_positive("routed_scaling_factor")?.unwrap_or(1.0),
-            shared,
-            layers: sparse_layers(fields, layers)?,
             balance: 0.0,
             ..read
         })

@@ -95,14 +95,16 @@ impl Config {
 
     /// The parts of a stacked tensor of experts as files have them, each expert by itself; `None` for other tensors.
     pub fn unstacked(&self, name: &str) -> Option<Vec<String>> {
-        let (layer, module) = name.strip_prefix("model.layers.")?.split_once('.')?;
+        let model = self.parts.model_name;
+        let own = name.strip_prefix("model.").or_else(|| name.strip_prefix(model)?.strip_prefix('.'))?;
+        let (layer, module) = own.strip_prefix("layers.")?.split_once('.')?;
         let Experts { count, names, .. } = self.parts.experts(layer.parse().ok()?)?;
         if names.stacks.is_some() {
             return None;
         }
         let part = EXPERTS.iter().position(|part| *part == module)?;
         let of = |expert: usize| {
-            format!("model.layers.{layer}.{}.{expert}.{}.weight", names.experts, names.layers[part])
+            format!("{model}.layers.{layer}.{}.{expert}.{}.weight", names.experts, names.layers[part])
         };
         Some((0..*count).map(of).collect())
     }
@@ -141,13 +143,16 @@ impl Config {
 
     /// The name that a tensor has in files, if it is there by itself.
     pub fn stored_name(&self, name: &str) -> String {
-        let own = || {
-            let name = self.renamed(name, |(own, stored)| (own, stored));
-            match name.strip_prefix("model.") {
-                Some(rest) => format!("{}.{rest}", self.parts.model_name),
-                None => name,
-            }
-        };
+        let stored = self.stored_module(name);
+        match stored.strip_prefix("model.") {
+            Some(rest) => format!("{}.{rest}", self.parts.model_name),
+            None => stored,
+        }
+    }
+
+    /// The name that a tensor has in files, in a model that has the name of others.
+    fn stored_module(&self, name: &str) -> String {
+        let own = || self.renamed(name, |(own, stored)| (own, stored));
         let Some(experts) = &self.parts.experts else { return own() };
         let layer = |parameter: &str| name.strip_suffix(&format!(".{ROUTER}.{parameter}"));
         match (layer("weight"), layer("bias"), layer("logit_bias")) {

@@ -35,6 +35,8 @@ pub(crate) const EXPERTS: [&str; 3] =
 /// Their biases.
 pub(crate) const EXPERT_BIASES: [&str; 3] =
     ["mlp.experts.gate_proj_bias", "mlp.experts.up_proj_bias", "mlp.experts.down_proj_bias"];
+/// The projections before and behind experts of another width than that of the hidden states.
+pub(crate) const EXPERT_LATENTS: [&str; 2] = ["mlp.fc1_latent_proj", "mlp.fc2_latent_proj"];
 
 impl Config {
     /// The name and shape of every tensor of the model, as layers build them.
@@ -100,7 +102,7 @@ impl Config {
         }
         if let Some(experts) = experts {
             let Experts { count, hidden: inner, has_bias, logit_bias, biases, .. } = experts;
-            let Experts { shared, shared_gate, names, beside_dense, .. } = experts;
+            let Experts { shared, shared_gate, names, beside_dense, latent, .. } = experts;
             tensors.push((named(ROUTER, "weight"), vec![*count, hidden]));
             tensors.extend(has_bias.then(|| (named(ROUTER, "bias"), vec![*count])));
             tensors.extend(logit_bias.then(|| (named(ROUTER, "logit_bias"), vec![*count])));
@@ -114,15 +116,21 @@ impl Config {
                 let of = |(part, shape): (&str, [usize; 2])| {
                     (named(&format!("{module}.{part}"), "weight"), shape.into())
                 };
-                tensors.extend(shapes.map(of));
+                tensors.extend(shapes.into_iter().skip(usize::from(!self.parts.gated)).map(of));
                 tensors.extend(shared_gate.then(|| (named(gate, "weight"), vec![1, hidden])));
             }
-            let shapes = [[*inner, hidden], [*inner, hidden], [hidden, *inner]];
+            let into = latent.unwrap_or(hidden);
+            if let Some(latent) = *latent {
+                let shapes = [vec![latent, hidden], vec![hidden, latent]];
+                tensors.extend(EXPERT_LATENTS.map(|module| named(module, "weight")).into_iter().zip(shapes));
+            }
+            let shapes = [[*inner, into], [*inner, into], [into, *inner]];
             let name = |name: &str| format!("model.layers.{layer}.{name}");
             tensors.extend(
                 EXPERTS
                     .iter()
                     .zip(shapes)
+                    .skip(usize::from(!experts.gate.has_gate()))
                     .map(|(part, [rows, columns])| (name(part), vec![*count, rows, columns])),
             );
             if *beside_dense {
@@ -131,7 +139,7 @@ impl Config {
                 tensors.push((named(ROUTER, "per_expert_scale"), vec![*count]));
             }
             if *biases {
-                let rows = EXPERT_BIASES.into_iter().zip([*inner, *inner, hidden]);
+                let rows = EXPERT_BIASES.into_iter().zip([*inner, *inner, into]);
                 tensors.extend(rows.map(|(part, rows)| (name(part), vec![*count, rows])));
             }
         }

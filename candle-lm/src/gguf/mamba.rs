@@ -8,7 +8,10 @@ use super::{KEY_HEADS, Metadata, number, one_of, plain, state_widths};
 use crate::config::MOST_LAYERS;
 
 /// The architectures that have such layers.
-pub(super) const KINDS: [&str; 3] = ["granitehybrid", "mamba2", "nemotron_h"];
+pub(super) const KINDS: [&str; 4] = ["granitehybrid", "mamba2", "nemotron_h", NEMOTRON_MIXTURE];
+
+/// NVIDIA's hybrids that have layers with experts.
+pub(super) const NEMOTRON_MIXTURE: &str = "nemotron_h_moe";
 
 /// Tensors of the layers by their modules, with the dims that they have here.
 const SHAPES: [(&str, usize); 4] =
@@ -63,11 +66,18 @@ pub(super) fn fields(
     let of_layers = |name: &str| (0..layers).any(|layer| has(&format!("blk.{layer}.{name}")));
     let biases = [of_layers("ssm_conv1d.bias"), of_layers("ssm_in.bias")];
     let list = |fields: &Map<String, Value>, name: &str| match fields.get(name) {
-        Some(Value::Array(list)) => list.clone(),
+        // Layers that predict further tokens come last.
+        Some(Value::Array(list)) => list.iter().take(layers).cloned().collect(),
         Some(one) => vec![one.clone(); layers],
         None => vec![json!(0); layers],
     };
-    let (keys, inners) = (list(fields, "num_key_value_heads"), list(fields, "intermediate_size"));
+    let (keys, mut inners) = (list(fields, "num_key_value_heads"), list(fields, "intermediate_size"));
+    let has_experts = |layer: usize| has(&format!("blk.{layer}.ffn_gate_inp.weight"));
+    let sparse: Vec<bool> = (0..layers).map(|layer| kind == NEMOTRON_MIXTURE && has_experts(layer)).collect();
+    // The width of experts is a number of its own.
+    for (inner, _) in inners.iter_mut().zip(&sparse).filter(|(_, is_sparse)| **is_sparse) {
+        *inner = json!(0);
+    }
     let one_of = |name: &str, list: &[Value]| {
         let count = one_of(kind, name, list.iter().filter(|count| **count != json!(0)))?;
         anyhow::Ok(count.unwrap_or(json!(1)))
@@ -89,12 +99,14 @@ pub(super) fn fields(
         _ => {
             fields.insert("num_key_value_heads".into(), one_of(KEY_HEADS, &keys)?);
             fields.insert("intermediate_size".into(), one_of("widths of feed-forward networks", &inners)?);
-            let kind_of = |(keys, inner): (&Value, &Value)| match (kind, *keys != json!(0)) {
-                (_, true) => "full_attention",
-                ("nemotron_h", _) if *inner != json!(0) => "mlp",
-                _ => "linear_attention",
+            let kind_of = |((keys, inner), is_sparse): ((&Value, &Value), &bool)| match *keys != json!(0) {
+                _ if *is_sparse => "moe",
+                true => "full_attention",
+                false if kind != "granitehybrid" && *inner != json!(0) => "mlp",
+                false => "linear_attention",
             };
-            fields.insert("layer_types".into(), keys.iter().zip(&inners).map(kind_of).collect());
+            let kinds = keys.iter().zip(&inners).zip(&sparse).map(kind_of).collect();
+            fields.insert("layer_types".into(), kinds);
         }
     }
     match kind {

@@ -69,6 +69,8 @@ pub struct ExpertGroups {
 pub struct MoEConfig {
     /// The width of tokens.
     pub width: usize,
+    /// The width of the tokens that experts are chosen [by](crate::nn::MoE::forward_by), if it is another one.
+    pub router_width: Option<usize>,
     /// The width between the two products of an expert.
     pub hidden: usize,
     /// The number of experts.
@@ -128,6 +130,7 @@ impl MoEConfig {
     pub fn new(width: usize, hidden: usize, experts: usize, top_k: usize) -> Self {
         Self {
             width,
+            router_width: None,
             hidden,
             experts,
             top_k,
@@ -152,6 +155,16 @@ impl MoEConfig {
             expert_sizes: None,
             tensor_axis: None,
         }
+    }
+
+    /// Sets the width of the tokens that experts are chosen by.
+    pub fn router_width(self, router_width: impl Into<Option<usize>>) -> Self {
+        Self { router_width: router_width.into(), ..self }
+    }
+
+    /// Returns the width of the tokens that experts are chosen by.
+    pub(super) fn by_width(&self) -> usize {
+        self.router_width.unwrap_or(self.width)
     }
 
     /// Sets how logits become scores.
@@ -260,7 +273,7 @@ impl MoEConfig {
             width, hidden, experts, top_k, scale, normalize_epsilon, balance_weight, z_weight, ..
         } = self;
         let refuse = |reason: String| Error::op(OP, reason);
-        if width == 0 || hidden == 0 || experts == 0 || top_k == 0 {
+        if width == 0 || self.by_width() == 0 || hidden == 0 || experts == 0 || top_k == 0 {
             return refuse(format!(
                 "width {width}, hidden {hidden}, {experts} experts, top {top_k}: expected at least 1 of each"
             ));

@@ -36,11 +36,12 @@ pub(super) struct RouterOutput {
 
 impl Router {
     pub(super) fn new(config: &MoEConfig, vb: &MeshVarBuilder) -> Result<Self> {
-        let dims = [Width::from(config.experts), config.width.into()];
-        let weight = vb.part(&dims, "weight".into(), init(config.width), Replicate, false)?;
+        let width = config.by_width();
+        let dims = [Width::from(config.experts), width.into()];
+        let weight = vb.part(&dims, "weight".into(), init(width), Replicate, false)?;
         let logit_bias = || {
             let dims = [Width::from(config.experts)];
-            vb.part(&dims, "logit_bias".into(), init(config.width), Replicate, false)
+            vb.part(&dims, "logit_bias".into(), init(width), Replicate, false)
         };
         let logit_bias = config.logit_bias.then(logit_bias).transpose()?;
         let expert_scale = || {

@@ -582,6 +582,8 @@ fn what_newer_families_do_not_compute_is_refused_by_name() {
         ("ernie moe", json!({"moe_gate": "top2"}), "moe_gate is \"top2\""),
         ("ernie moe", json!({"moe_k": 7}), "num_experts_per_tok is 7, and there are 6 experts"),
         ("ernie moe", json!({"moe_norm_min": -1.0}), "moe_norm_min is -1"),
+        ("nemotron h with experts", json!({"mlp_bias": true}), "mlp_bias is true"),
+        ("nemotron h with latents", json!({"topk_group": 1}), "topk_group is 1"),
         ("glm", json!({"sliding_window": 4}), "sliding_window is 4"),
         ("olmo3", json!({"rope_local_base_freq": 10_000.0}), "rope_local_base_freq"),
         ("ministral3", json!({"rope_parameters": null}), "there is no llama_4_scaling_beta"),

@@ -21,7 +21,7 @@ use crate::lm::families::{Families, Family, families, greedy, logits, stored};
 use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
-const MODULES: [(&str, &str); 67] = [
+const MODULES: [(&str, &str); 69] = [
     ("token_embd", "model.embed_tokens"),
     ("per_layer_token_embd", "model.embed_tokens_per_layer"),
     ("per_layer_model_proj", "model.per_layer_model_projection"),
@@ -65,6 +65,8 @@ const MODULES: [(&str, &str); 67] = [
     ("ffn_up_shexp", "mlp.shared_mlp.up_proj"),
     ("ffn_down_shexp", "mlp.shared_mlp.down_proj"),
     ("ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
+    ("ffn_latent_down", "mlp.fc1_latent_proj"),
+    ("ffn_latent_up", "mlp.fc2_latent_proj"),
     ("ffn_gate_exps", "mlp.experts.gate_proj"),
     ("ffn_up_exps", "mlp.experts.up_proj"),
     ("ffn_down_exps", "mlp.experts.down_proj"),
@@ -298,12 +300,13 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         "qwen3_5_moe_text" => "qwen35moe",
         "qwen3_next" => "qwen3next",
         "ernie4_5_moe" => "ernie4_5-moe",
+        "nemotron_h" if config.parts.experts.is_some() => "nemotron_h_moe",
         other => other,
     };
     let (is_gemma, is_permuted) = (
         ["gemma2", "gemma3", "gemma4"].contains(&kind),
-        ["llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee", "nemotron_h"]
-            .contains(&kind),
+        ["llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee"].contains(&kind)
+            || kind.starts_with("nemotron_h"),
     );
     let heads = config.heads();
     let mut tensors: HashMap<String, QTensor> = HashMap::new();
@@ -504,6 +507,9 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         metadata.push(("rope.scaling.yarn_attn_factor", Stored::F32(0.1 * 4f32.ln() + 1.0)));
     }
     states(kind, &config, &mut metadata);
+    if kind == "nemotron_h_moe" {
+        nemotron(&config, &mut metadata, &mut tensors);
+    }
     if DELTA.contains(&kind) {
         delta_states(kind, &config, &mut metadata);
         // One more layer than the model has, which predicts further tokens.
@@ -580,6 +586,50 @@ fn states(kind: &str, config: &Config, metadata: &mut Vec<(&str, Stored)>) {
         let shared = config.parts.experts.as_ref().map_or(config.intermediate_size, |experts| experts.shared);
         metadata.push(("rope.scaling.finetuned", Stored::Bool(config.parts.is_rotary(0))));
         metadata.push(("expert_shared_feed_forward_length", number(shared)));
+    }
+}
+
+/// What a converter writes of experts of NVIDIA's hybrids, and one more layer than the model has, which predicts further tokens.
+fn nemotron(
+    config: &Config,
+    metadata: &mut Vec<(&str, Stored)>,
+    tensors: &mut HashMap<String, QTensor>,
+) {
+    let experts = config.parts.experts.as_ref().unwrap();
+    let number = |n: usize| Stored::U32(n as u32);
+    metadata.extend([
+        ("expert_feed_forward_length", number(experts.hidden)),
+        ("expert_shared_feed_forward_length", number(experts.shared)),
+        ("expert_shared_count", number(1)),
+        ("expert_weights_norm", Stored::Bool(experts.normalize)),
+        ("expert_weights_scale", Stored::F32(experts.scale as f32)),
+        ("expert_group_count", number(experts.groups.map_or(1, |groups| groups.count))),
+        ("nextn_predict_layers", number(1)),
+    ]);
+    metadata.extend(experts.groups.map(|groups| ("expert_group_used_count", number(groups.chosen))));
+    metadata.extend(experts.latent.map(|width| ("moe_latent_size", number(width))));
+    let inner = |layer: usize| match (config.parts.mixer(layer), experts.are_in(layer)) {
+        (MixerKind::None, true) => experts.hidden,
+        (MixerKind::None, false) => config.intermediate_size,
+        _ => 0,
+    };
+    let keys = |layer: usize| match config.parts.mixer(layer) {
+        MixerKind::Attention => config.heads().key_value,
+        _ => 0,
+    };
+    let layers = 0..config.num_hidden_layers;
+    let list = |of: Vec<usize>| Stored::Array(of.into_iter().map(|n| Stored::I32(n as i32)).collect());
+    let own = ["block_count", "attention.head_count_kv", "feed_forward_length"];
+    metadata.retain(|(key, _)| !own.contains(key));
+    metadata.push(("block_count", number(layers.len() + 1)));
+    let of_draft = |of: usize| std::iter::once(of);
+    let keys = layers.clone().map(keys).chain(of_draft(config.heads().key_value)).collect();
+    metadata.push(("attention.head_count_kv", list(keys)));
+    let inner = layers.clone().map(inner).chain(of_draft(experts.hidden)).collect();
+    metadata.push(("feed_forward_length", list(inner)));
+    for name in ["nextn.eh_proj", "attn_q", "ffn_gate_inp"] {
+        let table = QTensor::quantize(&weight(name, &[4, 8]), GgmlDType::F32).unwrap();
+        tensors.insert(format!("blk.{}.{name}.weight", layers.end), table);
     }
 }
 
@@ -783,8 +833,13 @@ pub(crate) fn convertible() -> (Vec<u32>, Vec<Family>) {
         if config.get("shared_intermediate_size").is_some() {
             config["shared_intermediate_size"] = json!(64);
         }
-        if let Some(hidden) = config.get_mut("moe_intermediate_size") {
-            *hidden = json!(64);
+        for name in ["moe_intermediate_size", "moe_shared_expert_intermediate_size"] {
+            if let Some(hidden) = config.get_mut(name) {
+                *hidden = json!(64);
+            }
+        }
+        if config["moe_latent_size"].is_number() {
+            config["moe_latent_size"] = json!(32);
         }
         if config["model_type"] == "mistral4" {
             config["rope_parameters"].as_object_mut().unwrap().remove("partial_rotary_factor");
