@@ -609,6 +609,37 @@ MIXTURES |= {
     ),
 }
 
+# Attention and Mamba 2 side by side, with factors of most parts.
+DENSE |= {
+    "falcon h1": (
+        "FalconH1",
+        dict(
+            ODD, head_dim=8, mamba_d_ssm=80, mamba_n_heads=5, mamba_d_head=16, mamba_d_state=6, mamba_n_groups=1,
+            mamba_chunk_size=4, rms_norm_eps=1e-2, lm_head_multiplier=0.5, embedding_multiplier=3.0,
+            mlp_multipliers=[0.75, 1.5], key_multiplier=0.375, attention_out_multiplier=0.875,
+            attention_in_multiplier=1.25, ssm_multipliers=[0.5, 1.25, 0.75, 1.5, 0.25], ssm_in_multiplier=1.75,
+            ssm_out_multiplier=0.625, rope_parameters=dict(FRESH),
+        ),
+    ),
+    "falcon h1 with groups": (
+        "FalconH1",
+        dict(
+            mamba_d_ssm=None, mamba_expand=3, mamba_n_heads=6, mamba_d_head="auto", mamba_d_state=5, mamba_n_groups=3,
+            mamba_d_conv=3, mamba_conv_bias=False, mamba_chunk_size=4, mamba_rms_norm=True, num_hidden_layers=3,
+            attention_bias=True, mlp_bias=True, tie_word_embeddings=True, rms_norm_eps=1e-2,
+            attention_in_multiplier=0.5, key_multiplier=2.0, rope_parameters=dict(FRESH),
+        ),
+    ),
+    "falcon h1 with a norm behind gates": (
+        "FalconH1",
+        dict(
+            mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=4,
+            mamba_rms_norm=True, mamba_norm_before_gate=False, rms_norm_eps=1e-2, embedding_multiplier=2.0,
+            lm_head_multiplier=0.25, ssm_multipliers=[0.5, 2.0, 1.0, 0.75, 1.25], rope_parameters=dict(FRESH),
+        ),
+    ),
+}
+
 MODELS = {**CASES, **MIXTURES, **DENSE}
 
 ROPES_PATH = PATH.with_name("ropes.json")

@@ -64,6 +64,7 @@ def name_in_memory(name):
 def mamba_rows(module, config):
     """The names and rows of the parts of a projection or a convolution of Mamba 2."""
     names = {
+        "falcon_h1": ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"),
         "granitemoehybrid": ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"),
         "mamba2": ("num_heads", "head_dim", "n_groups", "state_size"),
         "nemotron_h": ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"),
@@ -80,6 +81,9 @@ def parts(name, grad, config):
         for module, known in OF_GRANITE.items():
             known = known.replace("mlp.", "mlp.shared_experts.") if config.num_local_experts else known
             name = name.replace(module, known)
+    if config.model_type == "falcon_h1":
+        name = name.replace("feed_forward.", "mlp.").replace("pre_ff_layernorm", "post_attention_layernorm")
+        name = name.replace("final_layernorm", "norm")
     if config.model_type in ("mamba2", "nemotron_h"):
         name = name_in_memory(name)
     if config.model_type == "gemma4_text":

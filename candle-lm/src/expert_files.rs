@@ -4,8 +4,8 @@ use anyhow::{Result, ensure};
 use candle_shard::Weights;
 
 use crate::config::Config;
-use crate::config::experts::{StackLayout, StackNames};
 use crate::config::ExpertStack;
+use crate::config::experts::{StackLayout, StackNames};
 use crate::config::tensors::{CHOICE_BIAS, EXPERTS, LOGIT_BIAS, ROUTER};
 
 /// The routers, and the stacked gates with the ups below them, of files that hold experts as transformers 5 does in memory.

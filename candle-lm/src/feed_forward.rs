@@ -8,7 +8,7 @@ use crate::config::Config;
 use crate::config::experts::Experts;
 use crate::config::tensors::{BESIDE_DENSE, EXPERT_LATENTS};
 use crate::norm::Norm;
-use crate::projection::{Projection, granule, in_blocks};
+use crate::projection::{Projection, granule, in_blocks, scaled};
 use crate::{EXPERT_AXIS, LAYER_AXIS};
 
 /// A feed-forward network.
@@ -49,6 +49,8 @@ pub(crate) struct Dense {
     up: Projection,
     down: Projection,
     activation: Activation,
+    /// Of what the gate makes before its activation, and of the result.
+    factors: [f64; 2],
 }
 
 /// The dim of tokens in hidden states `[batch, tokens, hidden]`.
@@ -106,18 +108,23 @@ impl Dense {
             up: Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("up_proj"))?,
             down: Projection::new(inner, hidden, parts.mlp_bias, &vb.pp("down_proj"))?,
             activation: parts.activation,
+            factors: [parts.factors.gate, parts.factors.down],
         })
     }
 
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        let [of_gate, of_down] = self.factors;
         let Some(gate) = &self.gate else {
-            return self.down.forward(&self.up.forward(x)?.activation(self.activation)?);
+            let made = self.down.forward(&self.up.forward(x)?.activation(self.activation)?)?;
+            return scaled(&made, of_down);
         };
         let [gate, up] = gate.forward_both(&self.up, x)?;
-        self.down.forward(&match self.activation {
+        let gate = scaled(&gate, of_gate)?;
+        let made = self.down.forward(&match self.activation {
             Activation::Silu => gate.silu_gate(&up)?,
             other => gate.activation(other)?.mul(&up)?,
-        })
+        })?;
+        scaled(&made, of_down)
     }
 }
 

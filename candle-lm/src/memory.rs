@@ -9,7 +9,6 @@ use candle_shard::nn::Heads;
 
 use crate::config::Config;
 use crate::config::mamba::MambaHeads;
-use crate::config::mixers::MixerKind;
 use crate::config::tensors::{CHOICE_BIAS, EXPERT_BIASES, EXPERTS};
 use crate::engine::ModelOptions;
 use crate::files::Files;
@@ -136,10 +135,7 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
 /// The heads and the tensor of a layer of Mamba 2.
 fn of_mamba<'a>(config: &Config, name: &'a str) -> Option<(MambaHeads, &'a str)> {
     let (layer, tensor) = name.strip_prefix("model.layers.")?.split_once(".mamba.")?;
-    match config.parts.mixer(layer.parse().ok()?) {
-        MixerKind::Mamba(heads) => Some((heads, tensor)),
-        _ => None,
-    }
+    Some((config.parts.mixer(layer.parse().ok()?).mamba()?, tensor))
 }
 
 /// Returns the blocks in which ranks hold a weight, if they hold it as it is stored. Layers hold floats if only some of the

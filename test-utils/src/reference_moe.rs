@@ -97,8 +97,9 @@ impl MoeLayer {
         let router = draw("router.weight", &[experts, by_width])?;
         let first = usize::from(!config.expert_gate.has_gate());
         let of_experts = [("gate", hidden, width), ("up", hidden, width), ("down", width, hidden)];
-        let made =
-            of_experts[first..].iter().map(|(name, out, into)| draw(&format!("experts.{name}_proj"), &[experts, *out, *into]));
+        let made = of_experts[first..]
+            .iter()
+            .map(|(name, out, into)| draw(&format!("experts.{name}_proj"), &[experts, *out, *into]));
         let made: Vec<Tensor> = made.collect::<Result<_>>()?;
         let shared = match shared_hidden {
             0 => None,

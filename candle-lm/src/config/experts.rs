@@ -352,11 +352,7 @@ impl Experts {
     }
 
     /// Those that DeepSeek's router chooses; without fields their numbers and width are `absent`.
-    fn grouped(
-        fields: &Fields,
-        absent: ([usize; 2], usize),
-        names: &'static ExpertNames,
-    ) -> Result<Self> {
+    fn grouped(fields: &Fields, absent: ([usize; 2], usize), names: &'static ExpertNames) -> Result<Self> {
         let size = |name, absent| Ok::<_, anyhow::Error>(fields.optional_size(name, MOST)?.unwrap_or(absent));
         let hidden = fields.optional_size("moe_intermediate_size", super::MOST)?.unwrap_or(absent.1);
         let read = Self::read(fields, absent.0, hidden, names)?;

@@ -63,7 +63,7 @@ impl Config {
             let name = |name: &str| format!("model.layers.{layer}.{name}.weight");
             match mixer {
                 MixerKind::Attention | MixerKind::Latent(_) | MixerKind::None => Vec::new(),
-                MixerKind::Mamba(heads) => {
+                MixerKind::Mamba(heads) | MixerKind::Both(heads) => {
                     let at = |name: String| format!("model.layers.{layer}.{name}");
                     let all = |(name, parts): (String, Vec<(String, usize)>)| {
                         (at(name), parts.into_iter().map(|(part, rows)| (at(part), rows)).collect())

@@ -4,6 +4,7 @@ use candle_shard::nn::Heads;
 
 use super::Config;
 use super::experts::Experts;
+use super::mamba::MambaHeads;
 use super::mixers::{DeltaHeads, MixerKind};
 use super::parts::{LatentWidths, LayerEmbeddingSizes, NormKind, Parts};
 
@@ -72,15 +73,19 @@ impl Config {
         let (hidden, inner) = (self.hidden_size, self.inner_of(layer));
         let Parts { mlp_bias, norms, .. } = self.parts;
         let named = |name: &str, parameter: &str| format!("model.layers.{layer}.{name}.{parameter}");
+        let of_mamba = |heads: MambaHeads| {
+            let of_layer = |(name, shape)| (format!("model.layers.{layer}.{name}"), shape);
+            heads.tensors(hidden).into_iter().map(of_layer)
+        };
         let mut tensors = match self.parts.mixer(layer) {
             MixerKind::None => Vec::new(),
             MixerKind::Attention => self.of_attention(layer, &named),
+            MixerKind::Both(heads) => {
+                self.of_attention(layer, &named).into_iter().chain(of_mamba(heads)).collect()
+            }
             MixerKind::Latent(widths) => self.of_latent_attention(&widths, &named),
             MixerKind::DeltaNet(heads) => self.of_delta(heads, layer, &named),
-            MixerKind::Mamba(heads) => {
-                let of_layer = |(name, shape)| (format!("model.layers.{layer}.{name}"), shape);
-                heads.tensors(hidden).into_iter().map(of_layer).collect()
-            }
+            MixerKind::Mamba(heads) => of_mamba(heads).collect(),
             MixerKind::ShortConv { taps } => {
                 let inputs = ["b_proj", "c_proj", "x_proj"];
                 let linear = inputs.into_iter().chain(["out_proj"]);

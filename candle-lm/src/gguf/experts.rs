@@ -171,7 +171,8 @@ pub(super) fn fields(
             let shared = fields.remove("shared_expert_intermediate_size");
             fields.extend(shared.map(|width| ("moe_shared_expert_intermediate_size".to_owned(), width)));
             ensure!(
-                fields.get("n_group").is_none_or(|count| *count == json!(1)) || fields.contains_key("topk_group"),
+                fields.get("n_group").is_none_or(|count| *count == json!(1))
+                    || fields.contains_key("topk_group"),
                 "{kind}.expert_group_count is said without {kind}.expert_group_used_count"
             );
             let drafts = drafts(weights, fields);

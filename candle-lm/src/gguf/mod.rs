@@ -32,7 +32,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 49] = [
+const ARCHITECTURES: [(&str, &str, bool); 50] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -78,6 +78,7 @@ const ARCHITECTURES: [(&str, &str, bool); 49] = [
     (latent::DEEPSEEK, "deepseek_v3", false),
     (latent::MISTRAL, "mistral4", false),
     ("granitehybrid", "granitemoehybrid", true),
+    (mamba::FALCON, "falcon_h1", false),
     ("mamba2", "mamba2", false),
     ("nemotron_h", "nemotron_h", true),
     (mamba::NEMOTRON_MIXTURE, "nemotron_h", true),

@@ -9,7 +9,7 @@ use crate::config::experts::Experts;
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::{Text, True};
 use crate::config::fields::{Fields, joined, shortened};
-use crate::config::mamba::MambaHeads;
+use crate::config::mamba::{MambaHeads, StateNorm};
 use crate::config::mixers::MixerKind;
 use crate::config::parts::{Norms, Parts};
 use crate::config::tensors::EXPERT_LATENTS;
@@ -173,6 +173,7 @@ fn heads(fields: &Fields, [count, width]: [usize; 2]) -> Result<MambaHeads> {
         taps: size("conv_kernel", 4)?,
         conv_bias: fields.switch_or("use_conv_bias", true)?,
         proj_bias: fields.switch("use_bias")?,
+        norm: StateNorm::BehindGate,
     }
     .checked()
 }

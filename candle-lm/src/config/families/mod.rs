@@ -3,6 +3,7 @@
 mod cohere;
 mod deepseek;
 mod ernie;
+mod falcon;
 mod gemma;
 mod gemma4;
 mod glm;
@@ -111,6 +112,7 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
         &cohere::FAMILIES,
         &deepseek::FAMILIES,
         &ernie::FAMILIES,
+        &falcon::FAMILIES,
         &minimax::FAMILIES,
         &openai::FAMILIES,
         &lfm2::FAMILIES,
@@ -127,6 +129,7 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
 pub(in crate::config) fn plain(fields: Map<String, Value>) -> Result<Map<String, Value>> {
     match fields.get("model_type").and_then(Value::as_str) {
         Some("ernie4_5_moe") => Ok(ernie::plain(fields)),
+        Some("falcon_h1") => Ok(falcon::plain(fields)),
         Some("gemma4_text") => gemma4::plain(fields),
         Some("gpt_oss") => Ok(openai::plain(fields)),
         Some("granitemoehybrid") => Ok(granite::plain(fields)),

@@ -96,7 +96,7 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     };
     let found = ARCHITECTURES.iter().find(|(_, name, _)| *name == family);
     let has_states =
-        parts.mixers.iter().any(|mixer| matches!(mixer, MixerKind::Mamba(_) | MixerKind::DeltaNet(_)));
+        parts.mixers.iter().any(|mixer| mixer.mamba().is_some() || matches!(mixer, MixerKind::DeltaNet(_)));
     let is_plain = parts.latent().is_none() && !parts.sinks && !has_states && !parts.layer_scalar;
     let found = found.filter(|_| is_plain);
     let &(kind, _, is_permuted) =

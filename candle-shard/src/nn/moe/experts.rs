@@ -66,9 +66,7 @@ impl ExpertWeights {
         let has_gate = config.expert_gate.has_gate();
         if quantized.is_none() {
             let [gate, up, down] = NAMES;
-            tensors.extend(
-                has_gate.then(|| make(gate, &[hidden, width], width, Some(1))).transpose()?,
-            );
+            tensors.extend(has_gate.then(|| make(gate, &[hidden, width], width, Some(1))).transpose()?);
             tensors.push(make(up, &[hidden, width], width, Some(1))?);
             tensors.push(make(down, &[width, hidden], hidden, Some(2))?);
         }
@@ -156,8 +154,9 @@ impl ExpertWeights {
                 self.adapted(experts.down(&inner, counts)?, &inner, 2, (laid, counts))?
             }
             None => {
-                let product =
-                    |x: &Tensor, of: usize| kernels::grouped_linear(x, weights[of - first].to_local(), counts);
+                let product = |x: &Tensor, of: usize| {
+                    kernels::grouped_linear(x, weights[of - first].to_local(), counts)
+                };
                 let gate = (first == 0).then(|| product(x, 0)).transpose()?;
                 let inner = gated(gate, product(x, 1)?)?;
                 self.adapted(product(&inner, 2)?, &inner, 2, (laid, counts))?

@@ -47,7 +47,8 @@ impl QuantizedExperts {
         }
         let Some(weights) = vb.stored() else { return Ok(None) };
         let names = NAMES.map(|name| vb.full_name(name));
-        for (name, want) in names.iter().zip([[hidden, width], [hidden, width], [width, hidden]]).skip(first) {
+        for (name, want) in names.iter().zip([[hidden, width], [hidden, width], [width, hidden]]).skip(first)
+        {
             let (shape, want) = (weights.shape(name)?, [experts, want[0], want[1]]);
             if shape != want {
                 return Err(Error::Plan(format!("{name} has shape {shape:?}, and the layer wants {want:?}")));

@@ -94,7 +94,9 @@ fn experts_that_other_tokens_choose_equal_one_device() {
     for [ep, tp] in [[1, 1], [1, 2], [1, 3], [2, 1], [3, 1], [2, 2]] {
         on_ranks(ep * tp, "chosen by others", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("ep", ep), ("tp", tp)])?;
-            let cases = [DType::F64, DType::F32].into_iter().flat_map(|dtype| [(gemma(), dtype), (nemotron(), dtype)]);
+            let cases = [DType::F64, DType::F32]
+                .into_iter()
+                .flat_map(|dtype| [(gemma(), dtype), (nemotron(), dtype)]);
             for (config, dtype) in cases {
                 let plain = plain(&config, dtype)?;
                 let layouts: [[Placement; 2]; 4] = [
@@ -104,7 +106,8 @@ fn experts_that_other_tokens_choose_equal_one_device() {
                     [Shard(0), Shard(1)], // sequence parallel
                 ];
                 for at in layouts {
-                    let error = error(&config, &plain, &Spec::new(&mesh, &at, plain.made.output.shape(), dtype)?)?;
+                    let error =
+                        error(&config, &plain, &Spec::new(&mesh, &at, plain.made.output.shape(), dtype)?)?;
                     assert!(error < allowed(dtype), "{dtype:?} on {ep} × {tp}, {at:?}: {error:e}");
                 }
             }

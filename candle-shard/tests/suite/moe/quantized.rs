@@ -121,9 +121,8 @@ fn quantized_experts_compute_what_one_device_does_and_nearly_what_floats_do() {
         ];
         for (mesh, shares) in meshes {
             for is_cut in [true, false] {
-                let what = format!(
-                    "{dtype:?} on {mesh:?} in shares {shares:?}, tokens cut: {is_cut}, {gate:?}"
-                );
+                let what =
+                    format!("{dtype:?} on {mesh:?} in shares {shares:?}, tokens cut: {is_cut}, {gate:?}");
                 let ranks = on(&path, mesh, is_cut, shares, (false, gate));
                 for (output, input, router, _) in &ranks {
                     assert_near(output, &one.0, 1e-5, &what);

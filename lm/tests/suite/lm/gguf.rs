@@ -140,6 +140,9 @@ fn named(name: &str, has_four: bool, kind: &str) -> String {
         "post_attention_layernorm" => "ffn_norm",
         _ => MODULES.iter().find(|(_, hub)| *hub == inner).unwrap_or_else(|| panic!("{name}")).0,
     };
+    if let (Some((layer, _)), "falcon-h1", "ffn_norm") = (layer, kind, gguf) {
+        return format!("blk.{layer}.ffn_norm");
+    }
     layer.map_or(format!("{gguf}.{parameter}"), |(layer, _)| format!("blk.{layer}.{gguf}.{parameter}"))
 }
 
@@ -267,6 +270,34 @@ fn delta(config: &Config, kind: &str, old: bool, tensors: &mut HashMap<String, T
     assert!(kind != "qwen3next" || tensors.keys().all(|name| !name.ends_with("in_proj_b.weight")));
 }
 
+/// Multiplies the weights of Falcon by the factors of what they make, as a converter does.
+fn with_factors(fields: &Value, config: &Config, tensors: &mut HashMap<String, Tensor>) {
+    let factor = |name: &str| fields[format!("{name}_multiplier")].as_f64().unwrap();
+    let of_list = |name: &str, at: usize| fields[format!("{name}_multipliers")][at].as_f64().unwrap();
+    let heads = config.parts.mixer(0).mamba().unwrap();
+    let rows = heads.inputs().into_iter().enumerate();
+    let rows: Vec<f32> = rows.flat_map(|(at, (_, rows))| vec![of_list("ssm", at) as f32; rows]).collect();
+    let rows = Tensor::new(rows, &Device::Cpu).unwrap().unsqueeze(1).unwrap();
+    for (name, tensor) in tensors.iter_mut() {
+        let all = match () {
+            () if name.contains("mlp.down_proj") => of_list("mlp", 1),
+            () if name.contains("mlp.gate_proj") => of_list("mlp", 0),
+            () if name.contains("k_proj") => factor("key") * factor("attention_in"),
+            () if name.contains("q_proj") || name.contains("v_proj") => factor("attention_in"),
+            () if name.contains("o_proj") => factor("attention_out"),
+            () if name.contains("mamba.out_proj") => factor("ssm_out"),
+            () if name.contains("mamba.in_proj") => {
+                *tensor = tensor.broadcast_mul(&rows).unwrap();
+                factor("ssm_in")
+            }
+            () if name == "lm_head.weight" => factor("lm_head"),
+            () if name == "model.embed_tokens.weight" => factor("embedding"),
+            () => 1.0,
+        };
+        *tensor = (&*tensor * all).unwrap();
+    }
+}
+
 /// Writes the model of a config as a converter does; matrices whose rows are whole blocks become `dtype`.
 pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
     write_as(path, fields, dtype, false);
@@ -300,6 +331,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         "qwen3_5_moe_text" => "qwen35moe",
         "qwen3_next" => "qwen3next",
         "ernie4_5_moe" => "ernie4_5-moe",
+        "falcon_h1" => "falcon-h1",
         "nemotron_h" if config.parts.experts.is_some() => "nemotron_h_moe",
         other => other,
     };
@@ -315,6 +347,9 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         apart(&config, &mut all);
     }
     delta(&config, kind, old, &mut all);
+    if kind == "falcon-h1" {
+        with_factors(fields, &config, &mut all);
+    }
     for (name, tensor) in all {
         let tensor = match &name {
             name if config.parts.norms_add_one
@@ -331,7 +366,9 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
             name if name.ends_with(".mamba.D") => tensor.unsqueeze(1).unwrap(),
             name if name.ends_with(".mamba.norm.weight") => by_groups(&config, &tensor),
             // A converter leaves out dims of 1.
-            name if name.contains("shared_expert_gate") || name.ends_with(".mlp.router.bias") => tensor.flatten_all().unwrap(),
+            name if name.contains("shared_expert_gate") || name.ends_with(".mlp.router.bias") => {
+                tensor.flatten_all().unwrap()
+            }
             name if is_permuted && name.contains("q_proj") => permuted(&tensor, heads.query),
             name if is_permuted && name.contains("k_proj") => permuted(&tensor, heads.key_value),
             _ => tensor,
@@ -539,20 +576,13 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
 
 /// The weights of the norms of groups in a matrix.
 fn by_groups(config: &Config, tensor: &Tensor) -> Tensor {
-    let groups = config.parts.mixers.iter().find_map(|mixer| match mixer {
-        MixerKind::Mamba(heads) => Some(heads.groups),
-        _ => None,
-    });
+    let groups = config.parts.mixers.iter().find_map(|mixer| mixer.mamba()).map(|heads| heads.groups);
     tensor.reshape((groups.unwrap(), ())).unwrap()
 }
 
 /// What a converter writes of layers of Mamba 2.
 fn states(kind: &str, config: &Config, metadata: &mut Vec<(&str, Stored)>) {
-    let heads = config.parts.mixers.iter().find_map(|mixer| match mixer {
-        MixerKind::Mamba(heads) => Some(*heads),
-        _ => None,
-    });
-    let Some(heads) = heads else { return };
+    let Some(heads) = config.parts.mixers.iter().find_map(|mixer| mixer.mamba()) else { return };
     let number = |n: usize| Stored::U32(n as u32);
     metadata.extend([
         ("ssm.conv_kernel", number(heads.taps)),
@@ -570,6 +600,9 @@ fn states(kind: &str, config: &Config, metadata: &mut Vec<(&str, Stored)>) {
                 *value = number(0);
             }
         }
+        return;
+    }
+    if kind == "falcon-h1" {
         return;
     }
     let of_layers = |of: &dyn Fn(MixerKind) -> usize| {
@@ -590,11 +623,7 @@ fn states(kind: &str, config: &Config, metadata: &mut Vec<(&str, Stored)>) {
 }
 
 /// What a converter writes of experts of NVIDIA's hybrids, and one more layer than the model has, which predicts further tokens.
-fn nemotron(
-    config: &Config,
-    metadata: &mut Vec<(&str, Stored)>,
-    tensors: &mut HashMap<String, QTensor>,
-) {
+fn nemotron(config: &Config, metadata: &mut Vec<(&str, Stored)>, tensors: &mut HashMap<String, QTensor>) {
     let experts = config.parts.experts.as_ref().unwrap();
     let number = |n: usize| Stored::U32(n as u32);
     metadata.extend([
@@ -821,6 +850,8 @@ pub(crate) fn convertible() -> (Vec<u32>, Vec<Family>) {
         // Chunks of other lengths than llama.cpp has, and layers with and without positions in another order.
         "llama4",
         "llama4 with two experts",
+        // A norm before the gates, and a table that would be multiplied by two factors.
+        "falcon h1 with groups",
         // Weights that are not normalized, and windows that files do not say.
         "lfm2 moe with raw weights",
         "starcoder2 with windows",
