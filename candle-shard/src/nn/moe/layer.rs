@@ -1,7 +1,5 @@
 //! The layer: routes tokens, sends them to their experts, and adds the results.
 use super::OP;
-#[cfg(doc)]
-use super::config::ExpertGate;
 use super::config::{MoEAxes, MoEConfig};
 use super::dispatch::Dispatch;
 use super::experts::{ExpertWeights, compute};
@@ -49,8 +47,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// # Parameters
 ///
 /// `router.weight` `[experts, width]` and perhaps `router.bias` and `router.logit_bias` `[experts]`; `experts.gate_proj`, if experts
-/// [have gates](ExpertGate::has_gate), and `experts.up_proj` `[experts, hidden, width]`, `experts.down_proj` `[experts, width, hidden]`, perhaps `experts.{gate_proj,up_proj}_bias` `[experts,
-/// hidden]` and `experts.down_proj_bias` `[experts, width]`; with shared experts
+/// [have gates](crate::nn::ExpertGate::has_gate), and `experts.up_proj` `[experts, hidden, width]`, `experts.down_proj` `[experts, width,
+/// hidden]`, perhaps `experts.{gate_proj,up_proj}_bias` `[experts, hidden]` and `experts.down_proj_bias` `[experts, width]`; with shared experts
 /// `shared_experts.{gate_proj,up_proj,down_proj}.weight`, and with a gate of them `shared_expert_gate.weight` `[1, width]`. Experts that files store in blocks stay
 /// [quantized](MeshVarBuilder::quantized_block) and get no gradients, unless the tensor axis would cut a block.
 ///
