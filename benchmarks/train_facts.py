@@ -150,8 +150,8 @@ def step(case, family, fields, rows):
     made = model(input_ids=ids[:, :-1], labels=ids[:, 1:], shift_labels=ids[:, 1:].contiguous(), use_cache=False)
     made.loss.backward()
     grads = {}
-    # The biases of choices are parameters in some families, and are not learned.
-    for name, parameter in ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad):
+    # The biases of choices are parameters in some families, and have no gradients.
+    for name, parameter in ((name, parameter) for name, parameter in model.named_parameters() if parameter.grad is not None):
         grads.update(parts(name, parameter.grad, config))
     return config, made.loss.item(), grads
 

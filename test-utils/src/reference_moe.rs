@@ -127,7 +127,7 @@ impl MoeLayer {
             true => Some(
                 of_experts[first..]
                     .iter()
-                    .map(|(name, out, into)| bias_of(name, *out, *into))
+                    .map(|&(name, out, into)| bias_of(name, out, into))
                     .collect::<Result<_>>()?,
             ),
             false => None,

@@ -75,7 +75,7 @@ impl Config {
         let named = |name: &str, parameter: &str| format!("model.layers.{layer}.{name}.{parameter}");
         let of_mamba = |heads: MambaHeads| {
             let of_layer = |(name, shape)| (format!("model.layers.{layer}.{name}"), shape);
-            heads.tensors(hidden).into_iter().map(of_layer)
+            heads.tensors(hidden).into_iter().map(of_layer).collect::<Vec<NamedShape>>()
         };
         let mut tensors = match self.parts.mixer(layer) {
             MixerKind::None => Vec::new(),
@@ -85,7 +85,7 @@ impl Config {
             }
             MixerKind::Latent(widths) => self.of_latent_attention(&widths, &named),
             MixerKind::DeltaNet(heads) => self.of_delta(heads, layer, &named),
-            MixerKind::Mamba(heads) => of_mamba(heads).collect(),
+            MixerKind::Mamba(heads) => of_mamba(heads),
             MixerKind::ShortConv { taps } => {
                 let inputs = ["b_proj", "c_proj", "x_proj"];
                 let linear = inputs.into_iter().chain(["out_proj"]);

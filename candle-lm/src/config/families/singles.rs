@@ -5,7 +5,7 @@ use candle_shard::kernels::RopePairs;
 
 use super::{Family, FamilyDefaults, PLAIN, biased, full, windows};
 use crate::config::fields::FieldRule::{self, Only, Same, Used};
-use crate::config::fields::Plain::{One, Text, True};
+use crate::config::fields::Plain::{Text, True};
 use crate::config::parts::{NormKind, Norms, Parts, QkNorm};
 
 /// Their rows.

@@ -31,7 +31,7 @@ fn up(dtype: DType) -> Tensor {
 
 /// Experts without gates that tokens of another width choose, as in Nemotron 3.
 fn nemotron() -> MoEConfig {
-    config(5, 2).tensor_axis("tp").normalize(true).expert_gate(ExpertGate::SquaredRelu).router_width(4)
+    config(5, 2).tensor_axis("tp").normalize(true).expert_gate(ExpertGate::SquaredRelu).router_width(4usize)
 }
 
 /// The shape of the tokens that choose.
@@ -71,7 +71,7 @@ fn error(config: &MoEConfig, plain: &Plain, spec: &Spec) -> Result<f64> {
         let local = block(var, spec)?.detach().force_contiguous()?.to_device(&device())?;
         DTensor::from_local_with_spec(local, spec.clone())?.to_var()
     };
-    let of_choice = Spec::new(mesh, spec.placements(), by_shape(config), dtype)?;
+    let of_choice = Spec::new(mesh, spec.placements(), by_shape(config).to_vec(), dtype)?;
     let ((x, of_x), (by, of_by)) = (input(&plain.inputs[0], spec)?, input(&plain.inputs[1], &of_choice)?);
     let made = layer.forward_by(&x, &by, TRAIN)?;
     assert_eq!((made.output.spec(), &made.load.experts), (spec, &plain.made.counts));

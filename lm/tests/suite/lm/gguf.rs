@@ -612,7 +612,7 @@ fn states(kind: &str, config: &Config, metadata: &mut Vec<(&str, Stored)>) {
     let inner = of_layers(&|mixer| if mixer == MixerKind::None { config.intermediate_size } else { 0 });
     metadata.retain(|(key, _)| *key != "attention.head_count_kv");
     metadata.push(("attention.head_count_kv", keys));
-    if kind == "nemotron_h" {
+    if kind.starts_with("nemotron_h") {
         metadata.retain(|(key, _)| *key != "feed_forward_length");
         metadata.push(("feed_forward_length", inner));
     } else {
