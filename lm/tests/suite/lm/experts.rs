@@ -132,7 +132,7 @@ fn as_in_memory(config: &Config) -> HashMap<String, Tensor> {
     // What files have in one is so in memory too.
     let fused = config.fused();
     let is_part = |name: &String| fused.iter().any(|(_, parts)| parts.iter().any(|(part, _)| part == name));
-    let is_whole = |name: &String| fused.iter().any(|(whole, _)| whole == name);
+    let is_whole = |name: &String| fused.iter().any(|(whole, _)| config.stored_name(whole) == *name);
     let whole = config.stored().into_iter().filter(|(name, _)| is_whole(name));
     let mut tensors: HashMap<String, Tensor> =
         whole.map(|(name, shape)| (name.clone(), weight(&name, &shape))).collect();

@@ -869,6 +869,11 @@ pub(crate) fn convertible() -> (Vec<u32>, Vec<Family>) {
                 *hidden = json!(64);
             }
         }
+        if config["model_type"] == "ernie4_5_moe" {
+            // What files do not say, and a router would choose other experts for what blocks round off.
+            config["moe_norm_min"] = json!(1e-12);
+            config["moe_k"] = config["moe_num_experts"].clone();
+        }
         if config["moe_latent_size"].is_number() {
             config["moe_latent_size"] = json!(32);
         }
