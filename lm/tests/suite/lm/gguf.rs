@@ -873,6 +873,8 @@ pub(crate) fn convertible() -> (Vec<u32>, Vec<Family>) {
             // What files do not say, and a router would choose other experts for what blocks round off.
             config["moe_norm_min"] = json!(1e-12);
             config["moe_k"] = config["moe_num_experts"].clone();
+            // Each layer adds to what blocks round off.
+            config["num_hidden_layers"] = json!(3);
         }
         if config["moe_latent_size"].is_number() {
             config["moe_latent_size"] = json!(32);
