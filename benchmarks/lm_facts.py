@@ -568,6 +568,78 @@ MIXTURES |= {
     ),
 }
 
+# Choices by a softmax with a bias, in layers behind dense ones or in some of them.
+MIXTURES |= {
+    "ernie moe": (
+        "Ernie4_5_Moe",
+        dict(
+            ODD, num_hidden_layers=3, moe_num_experts=6, moe_k=3, moe_intermediate_size=20, moe_num_shared_experts=2,
+            moe_layer_start_index=1, rope_parameters=dict(FRESH),
+        ),
+    ),
+    "ernie moe in each other layer": (
+        "Ernie4_5_Moe",
+        dict(
+            num_hidden_layers=5, moe_num_experts=4, moe_k=2, moe_intermediate_size=12, moe_num_shared_experts=0,
+            moe_layer_start_index=0, moe_layer_end_index=3, moe_layer_interval=2, moe_norm_min=0.75,
+            tie_word_embeddings=False, rope_parameters=dict(FRESH),
+        ),
+    ),
+}
+
+# Layers of experts without gates, between layers with states and attention; others get and make states of another width.
+MIXTURES |= {
+    "nemotron h with experts": (
+        "NemotronH",
+        dict(
+            head_dim=8, mamba_num_heads=4, mamba_head_dim=12, n_groups=2, ssm_state_size=6, chunk_size=4,
+            layers_block_type=["linear_attention", "moe", "full_attention", "moe"], layer_norm_epsilon=1e-2,
+            n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, moe_shared_expert_intermediate_size=28,
+            routed_scaling_factor=2.5,
+        ),
+    ),
+    "nemotron h with latents": (
+        "NemotronH",
+        dict(
+            ODD, head_dim=12, mamba_num_heads=5, mamba_head_dim=12, n_groups=1, ssm_state_size=8, chunk_size=4,
+            layers_block_type=["moe", "linear_attention", "mlp", "full_attention"], layer_norm_epsilon=1e-2,
+            n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, moe_intermediate_size=12,
+            moe_shared_expert_intermediate_size=20, moe_latent_size=28, norm_topk_prob=False,
+        ),
+    ),
+}
+
+# Attention and Mamba 2 side by side, with factors of most parts.
+DENSE |= {
+    "falcon h1": (
+        "FalconH1",
+        dict(
+            ODD, head_dim=8, mamba_d_ssm=80, mamba_n_heads=5, mamba_d_head=16, mamba_d_state=6, mamba_n_groups=1,
+            mamba_chunk_size=4, rms_norm_eps=1e-2, lm_head_multiplier=0.5, embedding_multiplier=3.0,
+            mlp_multipliers=[0.75, 1.5], key_multiplier=0.375, attention_out_multiplier=0.875,
+            attention_in_multiplier=1.25, ssm_multipliers=[0.5, 1.25, 0.75, 1.5, 0.25], ssm_in_multiplier=1.75,
+            ssm_out_multiplier=0.625, rope_parameters=dict(FRESH),
+        ),
+    ),
+    "falcon h1 with groups": (
+        "FalconH1",
+        dict(
+            mamba_d_ssm=None, mamba_expand=3, mamba_n_heads=6, mamba_d_head="auto", mamba_d_state=5, mamba_n_groups=3,
+            mamba_d_conv=3, mamba_conv_bias=False, mamba_chunk_size=4, mamba_rms_norm=True, num_hidden_layers=3,
+            attention_bias=True, mlp_bias=True, tie_word_embeddings=True, rms_norm_eps=1e-2,
+            attention_in_multiplier=0.5, key_multiplier=2.0, rope_parameters=dict(FRESH),
+        ),
+    ),
+    "falcon h1 with a norm behind gates": (
+        "FalconH1",
+        dict(
+            mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=4,
+            mamba_rms_norm=True, mamba_norm_before_gate=False, rms_norm_eps=1e-2, embedding_multiplier=2.0,
+            lm_head_multiplier=0.25, ssm_multipliers=[0.5, 2.0, 1.0, 0.75, 1.25], rope_parameters=dict(FRESH),
+        ),
+    ),
+}
+
 MODELS = {**CASES, **MIXTURES, **DENSE}
 
 ROPES_PATH = PATH.with_name("ropes.json")

@@ -27,7 +27,7 @@ BATCH = [
     [9, 7, 35, 15, 13, 23, 3, 19, 29, 27],
 ]
 BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.25)
-MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe", "gpt oss", "granite moe", "granite hybrid with experts"]
+MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2", "qwen2 moe", "olmoe", "gpt oss", "granite moe", "granite hybrid with experts", "ernie moe"]
 
 # The routers of models in memory.
 ROUTERS = ["mlp.gate.wg.weight", "mlp.gate.weight", "block_sparse_moe.router.weight", "feed_forward.gate.weight"]
@@ -50,6 +50,7 @@ OF_GRANITE = {"shared_mlp.input_linear": "mlp.gate_up_proj", "shared_mlp.output_
 OF_MIXERS = {
     **{name: "self_attn" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
     **{name: "mlp" for name in ("up_proj", "down_proj")},
+    **{name: "mlp" for name in ("gate", "experts", "shared_experts", "fc1_latent_proj", "fc2_latent_proj")},
 }
 
 
@@ -63,6 +64,7 @@ def name_in_memory(name):
 def mamba_rows(module, config):
     """The names and rows of the parts of a projection or a convolution of Mamba 2."""
     names = {
+        "falcon_h1": ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"),
         "granitemoehybrid": ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"),
         "mamba2": ("num_heads", "head_dim", "n_groups", "state_size"),
         "nemotron_h": ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"),
@@ -79,6 +81,9 @@ def parts(name, grad, config):
         for module, known in OF_GRANITE.items():
             known = known.replace("mlp.", "mlp.shared_experts.") if config.num_local_experts else known
             name = name.replace(module, known)
+    if config.model_type == "falcon_h1":
+        name = name.replace("feed_forward.", "mlp.").replace("pre_ff_layernorm", "post_attention_layernorm")
+        name = name.replace("final_layernorm", "norm")
     if config.model_type in ("mamba2", "nemotron_h"):
         name = name_in_memory(name)
     if config.model_type == "gemma4_text":
@@ -145,7 +150,8 @@ def step(case, family, fields, rows):
     made = model(input_ids=ids[:, :-1], labels=ids[:, 1:], shift_labels=ids[:, 1:].contiguous(), use_cache=False)
     made.loss.backward()
     grads = {}
-    for name, parameter in model.named_parameters():
+    # The biases of choices are parameters in some families, and have no gradients.
+    for name, parameter in ((name, parameter) for name, parameter in model.named_parameters() if parameter.grad is not None):
         grads.update(parts(name, parameter.grad, config))
     return config, made.loss.item(), grads
 

@@ -38,6 +38,8 @@ enum LayerCache {
     Cut(Box<SequenceCache>, Option<DType>),
     /// The state behind the last token.
     State(LayerState),
+    /// Keys and values, and a state: the layer has attention beside what keeps one.
+    Both(Box<[LayerCache; 2]>),
     /// Nothing: the layer uses the keys and values of another one.
     Shared,
 }
@@ -104,6 +106,10 @@ impl LayerCache {
     fn of(config: &Config, layer: usize, room: usize) -> Self {
         match (config.parts.mixer(layer), config.parts.window(layer)) {
             (MixerKind::Latent(_), _) => Self::Latent(LatentCache::new(TOKENS, room)),
+            (MixerKind::Both(_), _) => {
+                let keys = Self::All(KvCache::new(TOKENS, room));
+                Self::Both(Box::new([keys, Self::State(LayerState::default())]))
+            }
             (mixer, _) if mixer.is_recurrent() => Self::State(LayerState::default()),
             (_, Some(window)) if window < room => Self::Window(RotatingKvCache::new(TOKENS, window)),
             _ => Self::All(KvCache::new(TOKENS, room)),
@@ -115,6 +121,7 @@ impl LayerCache {
         match self {
             Self::All(_) => Self::All(KvCache::new(TOKENS, tokens)),
             Self::Latent(_) => Self::Latent(LatentCache::new(TOKENS, tokens)),
+            Self::Both(both) => Self::Both(Box::new((*both).map(|part| part.with_block(tokens)))),
             other => other,
         }
     }
@@ -127,8 +134,14 @@ impl LayerCache {
             Self::Cut(cache, _) => Self::Cut(cache, Some(dtype)),
             // States add up what they get, in 32 bits.
             Self::State(state) => Self::State(state),
+            Self::Both(both) => Self::Both(Box::new((*both).map(|part| part.with_dtype(dtype)))),
             Self::Shared => Self::Shared,
         }
+    }
+
+    /// Whether it keeps a state of the whole text.
+    fn has_state(&self) -> bool {
+        matches!(self, Self::State(_) | Self::Both(_))
     }
 
     fn reset(&mut self) {
@@ -138,6 +151,7 @@ impl LayerCache {
             Self::Latent(cache) => cache.reset(),
             Self::Cut(cache, _) => cache.reset(),
             Self::State(state) => *state = LayerState::default(),
+            Self::Both(both) => both.iter_mut().for_each(Self::reset),
             Self::Shared => {}
         }
     }
@@ -149,7 +163,7 @@ impl LayerCache {
             Self::Latent(cache) => Self::Latent(cache.prefix(tokens)?),
             Self::Cut(cache, dtype) => Self::Cut(Box::new(cache.prefix(tokens)?), *dtype),
             Self::Shared => Self::Shared,
-            Self::Window(_) | Self::State(_) => return Ok(None),
+            Self::Window(_) | Self::State(_) | Self::Both(_) => return Ok(None),
         }))
     }
 }
@@ -205,6 +219,26 @@ pub(crate) fn states(turns: Vec<LayerTokens<'_>>) -> Result<Vec<TextState<'_>>> 
     turns.into_iter().map(of_text).collect()
 }
 
+/// The texts of a layer with attention and a state side by side, for each of them.
+///
+/// # Errors
+/// If the cache was made without states.
+pub(crate) fn both(turns: Vec<LayerTokens<'_>>) -> Result<[Vec<LayerTokens<'_>>; 2]> {
+    let mut made = [const { Vec::new() }; 2];
+    for LayerTokens { tokens, past: LayerPast { kept, len } } in turns {
+        let LayerCache::Both(parts) = kept else {
+            return Err(Error::Layout(
+                "a cache without states for a layer that has one beside attention: make it with Cache::of"
+                    .into(),
+            ));
+        };
+        for (made, kept) in made.iter_mut().zip(parts.iter_mut()) {
+            made.push(LayerTokens { tokens, past: LayerPast { kept, len } });
+        }
+    }
+    Ok(made)
+}
+
 /// What `run` makes of inputs `[1, tokens, ..]`, text by text.
 pub(crate) fn of_each_text<const N: usize>(
     inputs: [&DTensor; N],
@@ -245,7 +279,7 @@ pub(crate) fn texts(turns: Vec<LayerTokens<'_>>) -> Result<Texts<'_>> {
             LayerCache::Cut(cache, dtype) => {
                 cut.push(CutTurn { tokens, past: SequenceParts { cache, dtype: *dtype } });
             }
-            LayerCache::State(_) | LayerCache::Shared => {
+            LayerCache::State(_) | LayerCache::Both(_) | LayerCache::Shared => {
                 return Err(Error::Layout(
                     "a cache without keys for attention that has some: make it with Cache::of".into(),
                 ));
@@ -284,7 +318,7 @@ impl Cache {
     /// # Errors
     /// If the mesh has no such axis, there is room for no token, or a layer keeps a state of all tokens.
     pub fn over(mut self, mesh: &DeviceMesh, axis: &str) -> Result<Self> {
-        if let Some(layer) = self.layers.iter().position(|layer| matches!(layer, LayerCache::State(_))) {
+        if let Some(layer) = self.layers.iter().position(LayerCache::has_state) {
             return Err(Error::Layout(format!(
                 "layer {layer} keeps a state of the whole text, and ranks of the axis {axis:?} would have some of its tokens: leave the \
                  axis out"
@@ -331,7 +365,7 @@ impl Cache {
 
     /// Whether it can be cut back, because all layers keep all tokens.
     pub(crate) fn can_be_cut(&self) -> bool {
-        !self.layers.iter().any(|layer| matches!(layer, LayerCache::Window(_) | LayerCache::State(_)))
+        !self.layers.iter().any(|layer| matches!(layer, LayerCache::Window(_)) || layer.has_state())
     }
 
     /// Returns a cache with a copy of the first tokens.
@@ -434,65 +468,4 @@ pub(crate) fn advance(slots: &mut [Cache], spans: &[SlotTokens]) {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
-mod tests {
-    use super::{Cache, LayerCache, TOKENS, begin};
-    use crate::step::{SlotPast, SlotTokens};
-    use candle_core::{Device, Tensor};
-    use candle_dist::World;
-    use candle_shard::nn::RowAdapters;
-    use candle_shard::{DTensor, Replicate, Result};
-
-    #[test]
-    fn copies_are_those_of_what_was_there_before_the_step() {
-        let of = |slot, tokens| SlotPast::Prefix { slot, tokens };
-        // What each of four slots begins with: a chain, two copies and a cut of one slot, a ring, one that is forgotten.
-        let cases = [
-            ([of(1, 2), of(2, 3), SlotPast::Nothing, SlotPast::All], ["11", "222", "", "3333"]),
-            ([SlotPast::Nothing, of(0, 4), of(0, 1), of(3, 2)], ["", "0000", "0", "33"]),
-            ([of(1, 1), of(2, 2), of(0, 3), of(0, 4)], ["1", "22", "000", "0000"]),
-            ([of(0, 1), of(0, 3), of(3, 2), of(2, 1)], ["0", "000", "33", "2"]),
-        ];
-        World::threads(1)
-            .run(|ctx| -> Result<()> {
-                let mesh = ctx.mesh(&[("tp", 1)])?;
-                for (past, want) in cases {
-                    let filled = |slot: usize| -> Result<Cache> {
-                        let mut cache = Cache::new(1, 8);
-                        let keys = Tensor::full(slot as f32, (1, 1, 4, 1), &Device::Cpu)?;
-                        let keys = DTensor::distribute(&keys, &mesh, &[Replicate])?;
-                        if let LayerCache::All(layer) = &mut cache.layers[0] {
-                            layer.append(&keys, &keys)?;
-                        }
-                        cache.len = 4;
-                        Ok(cache)
-                    };
-                    let mut slots = (0..4).map(filled).collect::<Result<Vec<_>>>()?;
-                    let span = |(slot, past)| SlotTokens {
-                        slot,
-                        tokens: 1,
-                        past,
-                        rows: 1,
-                        adapters: RowAdapters::All,
-                    };
-                    let spans: Vec<SlotTokens> = past.into_iter().enumerate().map(span).collect();
-                    begin(&mut slots, &spans)?;
-                    for (cache, want) in slots.iter().zip(want) {
-                        let LayerCache::All(layer) = &cache.layers[0] else {
-                            panic!("a cache of all tokens")
-                        };
-                        let text = match layer.k()? {
-                            Some(keys) => {
-                                assert_eq!(keys.dims()[TOKENS], cache.len);
-                                let keys = keys.to_local().flatten_all()?.to_vec1::<f32>()?;
-                                keys.iter().map(f32::to_string).collect()
-                            }
-                            None => String::new(),
-                        };
-                        assert_eq!((text.as_str(), cache.len), (want, want.len()), "{past:?}");
-                    }
-                }
-                Ok(())
-            })
-            .unwrap();
-    }
-}
+mod tests;

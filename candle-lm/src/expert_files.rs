@@ -4,11 +4,15 @@ use anyhow::{Result, ensure};
 use candle_shard::Weights;
 
 use crate::config::Config;
+use crate::config::ExpertStack;
 use crate::config::experts::{StackLayout, StackNames};
-use crate::config::tensors::{EXPERTS, ExpertStack, LOGIT_BIAS, ROUTER};
+use crate::config::tensors::{CHOICE_BIAS, EXPERTS, LOGIT_BIAS, ROUTER};
 
 /// The routers, and the stacked gates with the ups below them, of files that hold experts as transformers 5 does in memory.
 const ROUTERS_IN_MEMORY: [&str; 2] = ["mlp.gate", "block_sparse_moe.router"];
+/// Modules of the bias of the choice in files, and in memory.
+const BIASES_IN_MEMORY: [(&str, &str); 2] =
+    [("block_sparse_moe", "mlp"), ("mlp.moe_statics", "mlp.gate.moe_statics")];
 pub(crate) const GATE_UP: &str = "mlp.experts.gate_up_proj";
 
 /// Stacks the experts of each layer, whose tensors files have by themselves, or gate and up in one. Nothing is read.
@@ -19,8 +23,10 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
     let Some(experts) = &config.parts.experts else { return Ok(weights) };
     let names = experts.names;
     // In memory, transformers 5 has the stacks of some families by other names.
-    let in_memory = ["gate_up_proj", "down_proj"].map(|part| format!(".{}.{part}", names.experts));
-    let stacks = names.stacks.map_or([GATE_UP, EXPERTS[2]], |stacks| [stacks.gate_up, stacks.down]);
+    let (first, first_stack) =
+        if experts.gate.has_gate() { ("gate_up_proj", GATE_UP) } else { ("up_proj", EXPERTS[1]) };
+    let in_memory = [first, "down_proj"].map(|part| format!(".{}.{part}", names.experts));
+    let stacks = names.stacks.map_or([first_stack, EXPERTS[2]], |stacks| [stacks.gate_up, stacks.down]);
     let mut weights = weights.rename(|name| {
         for (known, stack) in in_memory.iter().zip(stacks) {
             if let Some(layer) = name.strip_suffix(known.as_str()) {
@@ -30,7 +36,8 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
         let layer = |parameter: &str| name.strip_suffix(&format!(".{parameter}"));
         let [first, second] = ROUTERS_IN_MEMORY;
         let weights = [names.router, first, second].map(|router| format!("{router}.weight"));
-        let biases = [names.bias.to_owned(), names.bias.replace("block_sparse_moe", "mlp")];
+        // At most one of the two modules is in the name, so one of these is the name itself.
+        let biases = BIASES_IN_MEMORY.map(|(stored, in_memory)| names.bias.replace(stored, in_memory));
         let layer_of = |names: &[String]| names.iter().find_map(|name| layer(name));
         let logits = layer(&format!("{}.bias", names.router)).filter(|_| experts.logit_bias);
         match (layer_of(&weights), layer_of(&biases), logits) {
@@ -40,6 +47,12 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
             _ => name.to_owned(),
         }
     })?;
+    for layer in (0..config.num_hidden_layers).filter(|&layer| experts.are_in(layer)) {
+        let bias = format!("model.layers.{layer}.{CHOICE_BIAS}");
+        if config.is_row(&bias) && weights.contains_tensor(&bias) && weights.shape(&bias)?.len() == 2 {
+            weights = weights.flatten(&bias)?;
+        }
+    }
     // GGUF files have the gate of a network for all tokens as a vector.
     let [_, gate] = names.shared;
     for layer in (0..config.num_hidden_layers).filter(|&layer| experts.shared_gate && experts.are_in(layer)) {
@@ -79,9 +92,11 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
             }
             weights = weights.split_dim(&fused, 1, &[(&gate, inner), (&up, inner)])?;
         }
-        for part in EXPERTS.map(at) {
+        for part in EXPERTS.map(at).into_iter().skip(usize::from(!experts.gate.has_gate())) {
             if weights.names().all(|name| name != part) {
-                weights = weights.stack(&config.unstacked(&part).unwrap_or_default(), part)?;
+                let all = config.unstacked(&part).unwrap_or_default().into_iter();
+                let all: Vec<String> = all.map(|name| config.name_in_memory(&name)).collect();
+                weights = weights.stack(&all, part)?;
             }
         }
     }

@@ -2,13 +2,13 @@
 
 use candle_nn::Activation;
 use candle_shard::nn::{Init, MeshVarBuilder, MoE, MoEConfig, Mode};
-use candle_shard::{DTensor, Placements, Replicate, Result, Shard};
+use candle_shard::{DTensor, Error, Placements, Replicate, Result, Shard};
 
 use crate::config::Config;
 use crate::config::experts::Experts;
-use crate::config::tensors::BESIDE_DENSE;
+use crate::config::tensors::{BESIDE_DENSE, EXPERT_LATENTS};
 use crate::norm::Norm;
-use crate::projection::{Projection, granule, in_blocks};
+use crate::projection::{Projection, granule, in_blocks, scaled};
 use crate::{EXPERT_AXIS, LAYER_AXIS};
 
 /// A feed-forward network.
@@ -35,6 +35,8 @@ pub(crate) struct DenseAndExperts {
 #[derive(Debug)]
 pub(crate) struct Mixture {
     experts: MoE,
+    /// Before and behind experts of another width.
+    latents: Option<[Projection; 2]>,
     shared: Option<Dense>,
     /// The layer `[1, hidden]` whose logistic function multiplies what `shared` makes.
     gate: Option<Projection>,
@@ -47,6 +49,8 @@ pub(crate) struct Dense {
     up: Projection,
     down: Projection,
     activation: Activation,
+    /// Of what the gate makes before its activation, and of the result.
+    factors: [f64; 2],
 }
 
 /// The dim of tokens in hidden states `[batch, tokens, hidden]`.
@@ -65,8 +69,16 @@ impl FeedForward {
         }
         let [shared, gate] = experts.names.shared.map(|name| name.trim_start_matches("mlp."));
         let hidden = config.hidden_size;
+        let latents = |width: usize| {
+            let [before, behind] = EXPERT_LATENTS.map(|name| vb.pp(name.trim_start_matches("mlp.")));
+            Ok::<_, Error>([
+                Projection::new(hidden, width, false, &before)?,
+                Projection::new(width, hidden, false, &behind)?,
+            ])
+        };
         Ok(Self::Experts(Box::new(Mixture {
             experts: MoE::new(options(hidden, experts, vb), vb)?,
+            latents: experts.latent.map(latents).transpose()?,
             shared: (experts.shared > 0)
                 .then(|| Dense::new(config, experts.shared, &vb.pp(shared)))
                 .transpose()?,
@@ -96,18 +108,23 @@ impl Dense {
             up: Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("up_proj"))?,
             down: Projection::new(inner, hidden, parts.mlp_bias, &vb.pp("down_proj"))?,
             activation: parts.activation,
+            factors: [parts.factors.gate, parts.factors.down],
         })
     }
 
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        let [of_gate, of_down] = self.factors;
         let Some(gate) = &self.gate else {
-            return self.down.forward(&self.up.forward(x)?.activation(self.activation)?);
+            let made = self.down.forward(&self.up.forward(x)?.activation(self.activation)?)?;
+            return scaled(&made, of_down);
         };
         let [gate, up] = gate.forward_both(&self.up, x)?;
-        self.down.forward(&match self.activation {
+        let gate = scaled(&gate, of_gate)?;
+        let made = self.down.forward(&match self.activation {
             Activation::Silu => gate.silu_gate(&up)?,
             other => gate.activation(other)?.mul(&up)?,
-        })
+        })?;
+        scaled(&made, of_down)
     }
 }
 
@@ -137,7 +154,7 @@ impl DenseAndExperts {
     }
 }
 
-/// What experts make of states, chosen by others of the same layout.
+/// What experts make of states, chosen by others of the same layout, perhaps of another width.
 fn through_experts(experts: &MoE, x: &DTensor, by: &DTensor) -> Result<DTensor> {
     match routed(x)? {
         None => Ok(experts.forward_by(x, by, Mode::Eval)?.output),
@@ -150,7 +167,12 @@ fn through_experts(experts: &MoE, x: &DTensor, by: &DTensor) -> Result<DTensor> 
 
 impl Mixture {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let routed = through_experts(&self.experts, x, x)?;
+        let routed = match &self.latents {
+            None => through_experts(&self.experts, x, x)?,
+            Some([before, behind]) => {
+                behind.forward(&through_experts(&self.experts, &before.forward(x)?, x)?)?
+            }
+        };
         let Some(shared) = &self.shared else { return Ok(routed) };
         let made = shared.forward(x)?;
         match &self.gate {
@@ -162,7 +184,9 @@ impl Mixture {
 
 /// The options of a layer of experts, which are distributed over one axis and cut over another, as far as the mesh has them.
 fn options(width: usize, experts: &Experts, vb: &MeshVarBuilder) -> MoEConfig {
-    let options = MoEConfig::new(width, experts.hidden, experts.count, experts.chosen)
+    let inner = experts.latent.unwrap_or(width);
+    let options = MoEConfig::new(inner, experts.hidden, experts.count, experts.chosen)
+        .router_width(experts.latent.map(|_| width))
         .scores(experts.scores)
         .groups(experts.groups)
         .bias(experts.has_bias)
@@ -172,6 +196,7 @@ fn options(width: usize, experts: &Experts, vb: &MeshVarBuilder) -> MoEConfig {
         .expert_gate(experts.gate)
         .normalize(experts.normalize)
         .normalize_epsilon(experts.normalize_epsilon)
+        .normalize_least(experts.normalize_least)
         .scale(experts.scale)
         .weigh_inputs(experts.weigh_inputs);
     let has = |axis| vb.mesh().axis_index(axis).is_ok();

@@ -43,11 +43,12 @@ const HEAD: &str = "lm_head.weight";
 const TABLE: &str = "model.embed_tokens.weight";
 
 /// Tensors of older files that follow from the config, and those that change nothing of what is computed.
-const HARMLESS: [&str; 3] = [
+const HARMLESS: [&str; 4] = [
     "model.layers.*.self_attn.rotary_emb.inv_freq",
     "model.rotary_emb.inv_freq",
-    // Layers of Qwen that draft tokens, which the model then judges.
+    // Layers of Qwen and of ERNIE that draft tokens, which the model then judges.
     "mtp.*",
+    "model.mtp_*",
 ];
 
 impl Files {

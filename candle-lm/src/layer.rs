@@ -8,10 +8,10 @@ use candle_shard::{DTensor, Error, Replicate, Result};
 use crate::TOKEN_AXIS;
 use crate::attention::SelfAttention;
 use crate::balance::DecoderRouter;
-use crate::cache::{LayerTokens, SharedKeys};
+use crate::cache::{self, LayerTokens, SharedKeys};
 use crate::config::Config;
 use crate::config::mixers::MixerKind;
-use crate::config::parts::Norms;
+use crate::config::parts::{LayerFactors, Norms};
 use crate::config::tensors::LAYER_SCALAR;
 use crate::delta_net::DeltaNet;
 use crate::feed_forward::FeedForward;
@@ -19,6 +19,7 @@ use crate::latent::LatentAttention;
 use crate::layer_embeddings::EmbeddingGate;
 use crate::mamba::Mamba;
 use crate::norm::Norm;
+use crate::projection::scaled;
 use crate::rope::Angles;
 use crate::short_conv::ShortConv;
 
@@ -30,6 +31,35 @@ enum Mixer {
     ShortConv(Box<ShortConv>),
     DeltaNet(Box<DeltaNet>),
     Mamba(Box<Mamba>),
+    Both(Box<AttentionAndMamba>),
+}
+
+/// Attention and Mamba 2 side by side, whose results are added.
+#[derive(Debug)]
+struct AttentionAndMamba {
+    attention: SelfAttention,
+    mamba: Mamba,
+    /// Factors of what attention gets, of what it makes, and of what Mamba 2 makes.
+    factors: [f64; 3],
+}
+
+impl AttentionAndMamba {
+    fn forward(
+        &self,
+        x: &DTensor,
+        angles: &Angles,
+        turns: Option<Vec<LayerTokens<'_>>>,
+        keys: &mut SharedKeys,
+    ) -> Result<DTensor> {
+        let [of_attention, of_states] = match turns.map(cache::both).transpose()? {
+            Some(turns) => turns.map(Some),
+            None => [None, None],
+        };
+        let [into, out, states] = self.factors;
+        let mixed = self.attention.forward(&scaled(x, into)?, angles, of_attention, keys)?;
+        let read = self.mamba.forward(x, angles.documents(), of_states)?;
+        scaled(&read, states)?.add(&scaled(&mixed, out)?)
+    }
 }
 
 impl Mixer {
@@ -49,6 +79,14 @@ impl Mixer {
             }
             MixerKind::DeltaNet(heads) => {
                 Self::DeltaNet(Box::new(DeltaNet::new(config, heads, &vb.pp("linear_attn"))?))
+            }
+            MixerKind::Both(heads) => {
+                let LayerFactors { attention_in, attention_out, states_out, .. } = config.parts.factors;
+                Self::Both(Box::new(AttentionAndMamba {
+                    attention: SelfAttention::new(config, layer, &vb.pp("self_attn"))?,
+                    mamba: Mamba::new(config, heads, &vb.pp("mamba"))?,
+                    factors: [attention_in, attention_out, states_out],
+                }))
             }
             MixerKind::Mamba(heads) => Self::Mamba(Box::new(Mamba::new(config, heads, &vb.pp("mamba"))?)),
             MixerKind::ShortConv { taps } => {
@@ -71,6 +109,7 @@ impl Mixer {
             Self::ShortConv(conv) => conv.forward(x, angles.documents(), turns),
             Self::DeltaNet(delta) => delta.forward(x, angles.documents(), turns),
             Self::Mamba(mamba) => mamba.forward(x, angles.documents(), turns),
+            Self::Both(both) => both.forward(x, angles, turns, keys),
         }
     }
 }
@@ -227,10 +266,7 @@ impl DecoderLayer {
     }
 
     fn add(&self, x: &DTensor, branch: &DTensor) -> Result<DTensor> {
-        match self.branch_scale {
-            1.0 => x.add(branch),
-            scale => x.add(&branch.affine(scale, 0.0)?),
-        }
+        x.add(&scaled(branch, self.branch_scale)?)
     }
 }
 

@@ -7,10 +7,10 @@ use candle_shard::{DTensor, Documents, Replicate, Result, Shard};
 
 use crate::cache::LayerTokens;
 use crate::config::Config;
-use crate::config::mamba::MambaHeads;
+use crate::config::mamba::{MambaHeads, StateNorm};
 use crate::delta_net::softplus;
 use crate::norm::over_dims;
-use crate::projection::{Projection, granule};
+use crate::projection::{Projection, granule, scaled};
 use crate::short_conv::{CausalConv, StreamConvs};
 
 /// Heads that are cut by their groups, or by themselves where there is one group.
@@ -27,9 +27,12 @@ pub(crate) struct Mamba {
     dt_bias: DTensor,
     /// The share of a head's inputs that passes by its state.
     skip: DTensor,
-    norm: DTensor,
+    /// Of what heads read, if it is normalized.
+    norm: Option<DTensor>,
     eps: f64,
     out: Projection,
+    /// Of the projections of states.
+    factors: [f64; 5],
 }
 
 impl Mamba {
@@ -73,9 +76,12 @@ impl Mamba {
             has_rates: config.parts.has_rates,
             dt_bias: vector(vb, "dt_bias", 1, Init::Const(1.0))?,
             skip: vector(vb, "D", 1, Init::Const(1.0))?,
-            norm: vector(&vb.pp("norm"), "weight", width, Init::Const(1.0))?,
+            norm: (heads.norm != StateNorm::None)
+                .then(|| vector(&vb.pp("norm"), "weight", width, Init::Const(1.0)))
+                .transpose()?,
             eps: config.rms_norm_eps,
             out: Projection::new(inner, hidden, heads.proj_bias, &vb.pp("out_proj"))?,
+            factors: config.parts.factors.states,
         })
     }
 
@@ -90,17 +96,30 @@ impl Mamba {
         let [z, inputs] = of_z.forward_both(of_x, x)?;
         let [b, c] = of_b.forward_both(of_c, x)?;
         let dt = of_dt.forward(x)?;
+        let made = |x: &DTensor, at: usize| scaled(x, self.factors[at]);
+        let (z, inputs, dt) = (made(&z, 0)?, made(&inputs, 1)?, made(&dt, 4)?);
+        let (b, c) = (made(&b, 2)?, made(&c, 3)?);
         let mixed = self.convs.forward(
             [&inputs, &b, &c, &dt],
             documents,
             turns,
             |made, rest, state, documents| self.mixed(made, rest[0], state, documents),
         )?;
-        let gated = self.by_heads(&z, 2)?.to_dtype(DType::F32)?.silu_gate(&mixed)?;
-        let normed = over_dims(&gated, &[3, 4], self.eps)?;
-        let normed = normed.mul(&self.by_heads(&self.norm, 0)?.to_dtype(DType::F32)?)?.to_dtype(x.dtype())?;
-        let heads = if self.heads.has_one_group() { normed.squeeze(2)? } else { normed.flatten_from(3)? };
+        let z = self.by_heads(&z, 2)?.to_dtype(DType::F32)?;
+        let read = match self.heads.norm {
+            StateNorm::None => z.silu_gate(&mixed)?,
+            StateNorm::BeforeGate => z.silu_gate(&self.normed(&mixed)?)?,
+            StateNorm::BehindGate => self.normed(&z.silu_gate(&mixed)?)?,
+        };
+        let read = read.to_dtype(x.dtype())?;
+        let heads = if self.heads.has_one_group() { read.squeeze(2)? } else { read.flatten_from(3)? };
         self.out.forward(&heads.flatten_from(2)?)
+    }
+
+    /// What the norm of groups makes of numbers `[batch, tokens, groups, heads, width]` in 32 bits, if there is one.
+    fn normed(&self, x: &DTensor) -> Result<DTensor> {
+        let Some(norm) = &self.norm else { return Ok(x.clone()) };
+        over_dims(x, &[3, 4], self.eps)?.mul(&self.by_heads(norm, 0)?.to_dtype(DType::F32)?)
     }
 
     /// What tokens read `[batch, tokens, groups, heads, width]` in 32 bits, and the states behind the last one, of convolved channels and

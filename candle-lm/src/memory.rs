@@ -9,7 +9,6 @@ use candle_shard::nn::Heads;
 
 use crate::config::Config;
 use crate::config::mamba::MambaHeads;
-use crate::config::mixers::MixerKind;
 use crate::config::tensors::{CHOICE_BIAS, EXPERT_BIASES, EXPERTS};
 use crate::engine::ModelOptions;
 use crate::files::Files;
@@ -61,7 +60,9 @@ pub(crate) fn text_bytes(
 }
 
 /// The matrices that each rank has whole.
-const WHOLE: [&str; 7] = [
+const WHOLE: [&str; 9] = [
+    "fc1_latent_proj",
+    "fc2_latent_proj",
     "router",
     "shared_expert_gate",
     "q_a_proj",
@@ -134,10 +135,7 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
 /// The heads and the tensor of a layer of Mamba 2.
 fn of_mamba<'a>(config: &Config, name: &'a str) -> Option<(MambaHeads, &'a str)> {
     let (layer, tensor) = name.strip_prefix("model.layers.")?.split_once(".mamba.")?;
-    match config.parts.mixer(layer.parse().ok()?) {
-        MixerKind::Mamba(heads) => Some((heads, tensor)),
-        _ => None,
-    }
+    Some((config.parts.mixer(layer.parse().ok()?).mamba()?, tensor))
 }
 
 /// Returns the blocks in which ranks hold a weight, if they hold it as it is stored. Layers hold floats if only some of the
@@ -148,9 +146,11 @@ fn held_blocks(files: &Files, held: &ModelOptions, tp: usize, name: &str) -> Res
         let blocks = weights.quantized_dtype(name)?.filter(|&blocks| QuantizedMatrix::takes(blocks));
         Ok(blocks.filter(|_| !held.dequantize))
     };
+    // Some experts have no gates.
     let all = |names: [String; 3]| -> Result<bool> {
         names
             .iter()
+            .filter(|name| weights.contains_tensor(name))
             .map(|name| Ok(block(name)?.is_some()))
             .try_fold(true, |all, one: Result<bool>| Ok(all && one?))
     };

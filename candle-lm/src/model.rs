@@ -67,10 +67,19 @@ const PLAN: [(&str, WeightCut); 6] = [
 const FEED_FORWARD: [(&str, WeightCut); 3] =
     [("gate_proj", WeightCut::Columns), ("up_proj", WeightCut::Columns), ("down_proj", WeightCut::Rows)];
 
-/// The modules of a mixer that are cut: its inputs by columns, and its output by rows.
-fn cut_modules(mixer: MixerKind) -> Option<(&'static [&'static str], &'static str)> {
-    Some(match mixer {
-        MixerKind::None => return None,
+/// Modules that are cut: inputs by columns, and their output by rows.
+type CutModules = (&'static [&'static str], &'static str);
+
+/// The modules of a mixer that are cut.
+fn cut_modules(mixer: MixerKind) -> Vec<CutModules> {
+    vec![match mixer {
+        MixerKind::None => return Vec::new(),
+        MixerKind::Both(heads) => {
+            return [MixerKind::Attention, MixerKind::Mamba(heads)]
+                .into_iter()
+                .flat_map(cut_modules)
+                .collect();
+        }
         MixerKind::Latent(LatentWidths { query, .. }) => {
             (&LATENT[usize::from(query.is_none())], "self_attn.o_proj")
         }
@@ -93,7 +102,7 @@ fn cut_modules(mixer: MixerKind) -> Option<(&'static [&'static str], &'static st
             ],
             "linear_attn.out_proj",
         ),
-    })
+    }]
 }
 
 impl Decoder {
@@ -135,15 +144,19 @@ impl Decoder {
         }
         for experts in parts.experts.iter().filter(|experts| experts.shared > 0) {
             let network = format!("model.layers.*.{}", experts.names.shared[0]);
-            cuts.extend(FEED_FORWARD.map(|(part, cut)| (format!("{network}.{part}"), cut)));
+            let layers = FEED_FORWARD.into_iter().filter(|(part, _)| parts.gated || *part != "gate_proj");
+            cuts.extend(layers.map(|(part, cut)| (format!("{network}.{part}"), cut)));
         }
         let mut mixers: Vec<MixerKind> = Vec::new();
         for mixer in (0..config.num_hidden_layers).map(|layer| config.parts.mixer(layer)) {
-            if let (false, Some((columns, rows))) = (mixers.contains(&mixer), cut_modules(mixer)) {
+            if mixers.contains(&mixer) {
+                continue;
+            }
+            mixers.push(mixer);
+            for (columns, rows) in cut_modules(mixer) {
                 let pattern = |module: &str| format!("model.layers.*.{module}");
                 cuts.extend(columns.iter().map(|module| (pattern(module), WeightCut::Columns)));
                 cuts.push((pattern(rows), WeightCut::Rows));
-                mixers.push(mixer);
             }
         }
         cuts.iter().fold(Plan::new(axis), |plan, (module, cut)| match cut {

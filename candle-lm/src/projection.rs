@@ -51,6 +51,11 @@ impl Projection {
     }
 }
 
+/// States times a factor.
+pub(crate) fn scaled(x: &DTensor, factor: f64) -> Result<DTensor> {
+    if factor == 1.0 { Ok(x.clone()) } else { x.affine(factor, 0.0) }
+}
+
 /// The columns between which the weight of a layer may be cut.
 pub(crate) fn granule(vb: &MeshVarBuilder) -> usize {
     vb.quantized_block("weight").unwrap_or(1)

@@ -54,7 +54,7 @@ impl Moe {
         self.layer.forward(x)
     }
 
-    /// Like [`forward`](Self::forward), with experts that the tokens `by` of the same shape choose.
+    /// Like [`forward`](Self::forward), with experts that are chosen by as many other tokens.
     pub fn forward_by(&self, x: &Tensor, by: &Tensor) -> Result<Made> {
         self.layer.forward_by(x, by)
     }
@@ -77,10 +77,10 @@ pub(crate) struct MoeLayer {
     router: Tensor,
     logit_bias: Option<Tensor>,
     expert_scale: Option<Tensor>,
-    /// Gate, up and down.
-    experts: [Tensor; 3],
-    /// Those of gate, up and down.
-    biases: Option<[Tensor; 3]>,
+    /// Gate, if there is one, up and down.
+    experts: Vec<Tensor>,
+    /// Their biases, if there are some.
+    biases: Option<Vec<Tensor>>,
     shared: Option<[Tensor; 3]>,
     shared_gate: Option<Tensor>,
 }
@@ -93,12 +93,14 @@ impl MoeLayer {
             let bound = 1.0 / (shape[shape.len() - 1] as f64).sqrt();
             params.draw(format!("{prefix}{name}"), shape, Distribution::Uniform { lo: -bound, up: bound })
         };
-        let router = draw("router.weight", &[experts, width])?;
-        let of_experts = [
-            draw("experts.gate_proj", &[experts, hidden, width])?,
-            draw("experts.up_proj", &[experts, hidden, width])?,
-            draw("experts.down_proj", &[experts, width, hidden])?,
-        ];
+        let by_width = config.router_width.unwrap_or(width);
+        let router = draw("router.weight", &[experts, by_width])?;
+        let first = usize::from(!config.expert_gate.has_gate());
+        let of_experts = [("gate", hidden, width), ("up", hidden, width), ("down", width, hidden)];
+        let made = of_experts[first..]
+            .iter()
+            .map(|(name, out, into)| draw(&format!("experts.{name}_proj"), &[experts, *out, *into]));
+        let made: Vec<Tensor> = made.collect::<Result<_>>()?;
         let shared = match shared_hidden {
             0 => None,
             hidden => Some([
@@ -110,7 +112,7 @@ impl MoeLayer {
         let shared_gate =
             config.shared_gate.then(|| draw("shared_expert_gate.weight", &[1, width])).transpose()?;
         // A layer draws it with the bound of the router's weight.
-        let bound = 1.0 / (width as f64).sqrt();
+        let bound = 1.0 / (by_width as f64).sqrt();
         let uniform = Distribution::Uniform { lo: -bound, up: bound };
         let logit_bias = || params.draw(format!("{prefix}router.logit_bias"), &[experts], uniform);
         let logit_bias = config.logit_bias.then(logit_bias).transpose()?;
@@ -122,15 +124,16 @@ impl MoeLayer {
             params.draw(format!("{prefix}experts.{name}_proj_bias"), &[experts, columns], uniform)
         };
         let biases = match config.expert_bias {
-            true => Some([
-                bias_of("gate", hidden, width)?,
-                bias_of("up", hidden, width)?,
-                bias_of("down", width, hidden)?,
-            ]),
+            true => Some(
+                of_experts[first..]
+                    .iter()
+                    .map(|&(name, out, into)| bias_of(name, out, into))
+                    .collect::<Result<_>>()?,
+            ),
             false => None,
         };
         let (config, bias) = (config.clone(), vec![0.0; experts]);
-        let experts = of_experts;
+        let experts = made;
         Ok(Self { config, bias, router, logit_bias, expert_scale, experts, biases, shared, shared_gate })
     }
 
@@ -141,7 +144,8 @@ impl MoeLayer {
     fn forward_by(&self, x: &Tensor, by: &Tensor) -> Result<Made> {
         let config = &self.config;
         let flat = x.reshape(((), config.width))?;
-        let mut logits = by.reshape(((), config.width))?.matmul(&self.router.t()?)?;
+        let by_width = config.router_width.unwrap_or(config.width);
+        let mut logits = by.reshape(((), by_width))?.matmul(&self.router.t()?)?;
         if let Some(bias) = &self.logit_bias {
             logits = logits.broadcast_add(bias)?;
         }
@@ -157,7 +161,8 @@ impl MoeLayer {
         let mut weights = scores.gather(&indexes, 1)?;
         if config.normalize {
             let sums = (weights.sum_keepdim(1)? + config.normalize_epsilon)?;
-            weights = weights.broadcast_div(&sums)?;
+            let least = sums.ones_like()?.affine(config.normalize_least, 0.0)?;
+            weights = weights.broadcast_div(&sums.ge(&least)?.where_cond(&sums, &least)?)?;
         }
         weights = (weights * config.scale)?;
         if let Some(factors) = &self.expert_scale {
@@ -172,15 +177,18 @@ impl MoeLayer {
                 true => (flat.broadcast_mul(&weight)?, uses.sum_keepdim(1)?),
                 false => (flat.clone(), weight),
             };
-            let [gate, up, down] =
-                [&self.experts[0], &self.experts[1], &self.experts[2]].map(|w| w.get(expert));
-            let biases = self.biases.as_ref().map(|biases| biases.each_ref().map(|bias| bias.get(expert)));
-            let with = |made: Tensor, which: usize| match &biases {
-                Some(biases) => made.broadcast_add(biases[which].as_ref().map_err(candle_core::Error::msg)?),
-                None => Ok(made),
+            let product = |x: &Tensor, which: usize| {
+                let made = x.matmul(&self.experts[which].get(expert)?.t()?)?;
+                match &self.biases {
+                    Some(biases) => made.broadcast_add(&biases[which].get(expert)?),
+                    None => Ok(made),
+                }
             };
-            let (gate, up) = (with(flat.matmul(&gate?.t()?)?, 0)?, with(flat.matmul(&up?.t()?)?, 1)?);
-            let made = with(activated(&gate, &up, config.expert_gate)?.matmul(&down?.t()?)?, 2)?;
+            let last = self.experts.len() - 1;
+            let up = product(&flat, last - 1)?;
+            // Without a gate nothing reads it.
+            let gate = if last > 1 { product(&flat, 0)? } else { up.clone() };
+            let made = product(&activated(&gate, &up, config.expert_gate)?, last)?;
             output = (output + made.broadcast_mul(&weight)?)?;
         }
         if let Some([gate, up, down]) = &self.shared {
@@ -270,6 +278,7 @@ fn gated(x: &Tensor, [gate, up, down]: [&Tensor; 3]) -> Result<Tensor> {
 fn activated(gate: &Tensor, up: &Tensor, kind: ExpertGate) -> Result<Tensor> {
     match kind {
         ExpertGate::Silu => (gate * candle_nn::ops::sigmoid(gate)?)? * up,
+        ExpertGate::SquaredRelu => up.relu()?.sqr(),
         ExpertGate::Gelu => {
             // candle's own has a backward pass with constants of six digits.
             let inner = ((gate * ((gate.sqr()? * 0.044715)? + 1.0)?)? * (2.0 / std::f64::consts::PI).sqrt())?;

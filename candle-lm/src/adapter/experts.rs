@@ -52,9 +52,12 @@ pub(super) fn modules(config: &AdapterConfig, model: &Config) -> Result<Vec<Expe
         );
         let interleaved = layout == StackLayout::Interleaved;
         let at = |name: &str| format!("model.layers.{layer}.{name}");
-        let [gate_up, down] =
-            ["gate_up_proj", "down_proj"].map(|name| format!("{}.{name}", experts.names.module));
-        let (hidden, inner) = (model.hidden_size, experts.hidden);
+        let (first, first_parts) = match experts.gate.has_gate() {
+            true => ("gate_up_proj", &EXPERTS[..2]),
+            false => ("up_proj", &EXPERTS[1..2]),
+        };
+        let [first, down] = [first, "down_proj"].map(|name| format!("{}.{name}", experts.names.module));
+        let (hidden, inner) = (experts.latent.unwrap_or(model.hidden_size), experts.hidden);
         let of = |name: &str, parts: &[&str], [rows, columns]: [usize; 2], interleaved: bool| ExpertModule {
             path: at(name),
             module: String::new(),
@@ -66,7 +69,7 @@ pub(super) fn modules(config: &AdapterConfig, model: &Config) -> Result<Vec<Expe
             options: config.options.clone(),
         };
         let all = [
-            of(&gate_up, &EXPERTS[..2], [inner, hidden], interleaved),
+            of(&first, first_parts, [inner, hidden], interleaved),
             of(&down, &EXPERTS[2..], [hidden, inner], false),
         ];
         let mut chosen = Vec::new();

@@ -1,9 +1,13 @@
-//! Layers with experts: the fields that describe them, and the names that they have in files.
+//! Layers with experts, and the fields that describe them.
 
 use anyhow::{Context, Result, ensure};
 use candle_shard::nn::{ExpertGate, ExpertGroups, Scores};
 use serde_json::{Value, json};
 
+pub use super::expert_names::{
+    DEEPSEEK, ERNIE, ExpertNames, GEMMA, GPT_OSS, GRANITE, HUNYUAN, LFM2, LLAMA, MISTRAL, MIXTRAL, NEMOTRON,
+    QWEN, StackLayout, StackNames,
+};
 use super::fields::FieldRule::{self, Harmless, Only, Used};
 use super::fields::Plain::{False, Text, True, Zero};
 use super::fields::{Fields, joined, shortened};
@@ -17,6 +21,8 @@ pub struct Experts {
     pub chosen: usize,
     /// The width inside an expert.
     pub hidden: usize,
+    /// The width of what experts get and make, if it is not that of the hidden states: layers project to it and back.
+    pub latent: Option<usize>,
     /// How the logits of the router become scores.
     pub scores: Scores,
     /// Groups of experts that are chosen first.
@@ -36,6 +42,8 @@ pub struct Experts {
     pub normalize: bool,
     /// What is added to that sum.
     pub normalize_epsilon: f64,
+    /// What the sum is at least.
+    pub normalize_least: f64,
     /// A factor of the weights.
     pub scale: f64,
     /// Whether the weights multiply what experts get, and not what they make.
@@ -51,147 +59,6 @@ pub struct Experts {
     /// What files call them.
     pub names: &'static ExpertNames,
 }
-
-/// The names of experts in files, all within a layer.
-#[derive(Debug, PartialEq, Eq)]
-pub struct ExpertNames {
-    /// The module of the router.
-    pub router: &'static str,
-    /// The bias of the choice.
-    pub bias: &'static str,
-    /// The module whose children are the experts, by their numbers.
-    pub experts: &'static str,
-    /// The layers of an expert: gate, up and down.
-    pub layers: [&'static str; 3],
-    /// The network that all tokens use, and the module of its gate, as layers call them too.
-    pub shared: [&'static str; 2],
-    /// The module of the experts in transformers 5, which has the matrices of all of them in two parameters.
-    pub module: &'static str,
-    /// The tensors of all experts, in files that do not have each expert by itself.
-    pub stacks: Option<StackNames>,
-}
-
-/// The names of the tensors of all experts of a layer in files that have these in one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StackNames {
-    /// Gates and ups.
-    pub gate_up: &'static str,
-    /// Downs.
-    pub down: &'static str,
-    /// How the matrices lie.
-    pub layout: StackLayout,
-}
-
-/// How the matrices of experts lie in a tensor that has those of all of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StackLayout {
-    /// The ups of an expert are below its gates.
-    Rows,
-    /// The matrices are transposed: the ups of an expert are behind its gates.
-    Columns,
-    /// The matrices are transposed, with each gate beside its up.
-    Interleaved,
-}
-
-/// The names of Mixtral's files.
-pub static MIXTRAL: ExpertNames = ExpertNames {
-    router: "block_sparse_moe.gate",
-    bias: "block_sparse_moe.e_score_correction_bias",
-    experts: "block_sparse_moe.experts",
-    layers: ["w1", "w3", "w2"],
-    shared: SHARED,
-    module: "mlp.experts",
-    stacks: None,
-};
-
-/// The names of the files of Qwen's mixtures.
-pub static QWEN: ExpertNames = ExpertNames {
-    router: "mlp.gate",
-    bias: "mlp.gate.e_score_correction_bias",
-    experts: "mlp.experts",
-    layers: ["gate_proj", "up_proj", "down_proj"],
-    shared: ["mlp.shared_expert", "mlp.shared_expert_gate"],
-    module: "mlp.experts",
-    stacks: None,
-};
-
-/// The names of the files of LFM2's mixtures.
-pub static LFM2: ExpertNames = ExpertNames {
-    router: "feed_forward.gate",
-    bias: "feed_forward.expert_bias",
-    experts: "feed_forward.experts",
-    layers: ["w1", "w3", "w2"],
-    shared: SHARED,
-    module: "feed_forward.experts",
-    stacks: None,
-};
-
-/// The names of the files of Granite's mixtures.
-pub static GRANITE: ExpertNames = ExpertNames {
-    router: "block_sparse_moe.router.layer",
-    module: "block_sparse_moe.experts",
-    stacks: Some(StackNames {
-        gate_up: "block_sparse_moe.input_linear.weight",
-        down: "block_sparse_moe.output_linear.weight",
-        layout: StackLayout::Rows,
-    }),
-    ..MIXTRAL
-};
-
-/// The names of the files of gpt-oss.
-pub static GPT_OSS: ExpertNames = ExpertNames {
-    router: "mlp.router",
-    stacks: Some(StackNames {
-        gate_up: "mlp.experts.gate_up_proj",
-        down: "mlp.experts.down_proj",
-        layout: StackLayout::Interleaved,
-    }),
-    ..QWEN
-};
-
-/// The names of the files of DeepSeek's mixtures, and of others that are made like them.
-pub static DEEPSEEK: ExpertNames = ExpertNames { shared: SHARED, ..QWEN };
-
-/// The names of the files of Mistral's mixtures.
-pub static MISTRAL: ExpertNames = ExpertNames {
-    stacks: Some(StackNames {
-        gate_up: "mlp.experts.gate_up_proj",
-        down: "mlp.experts.down_proj",
-        layout: StackLayout::Rows,
-    }),
-    ..DEEPSEEK
-};
-
-/// The names of the files of Gemma's mixtures.
-pub static GEMMA: ExpertNames = ExpertNames {
-    router: "router.proj",
-    experts: "experts",
-    stacks: Some(StackNames {
-        gate_up: "experts.gate_up_proj",
-        down: "experts.down_proj",
-        layout: StackLayout::Rows,
-    }),
-    ..QWEN
-};
-
-/// The names of the files of Llama's mixtures.
-pub static LLAMA: ExpertNames = ExpertNames {
-    router: "feed_forward.router",
-    experts: "feed_forward.experts",
-    module: "feed_forward.experts",
-    stacks: Some(StackNames {
-        gate_up: "feed_forward.experts.gate_up_proj",
-        down: "feed_forward.experts.down_proj",
-        layout: StackLayout::Columns,
-    }),
-    ..QWEN
-};
-
-/// The names of the files of HunYuan's mixtures.
-pub static HUNYUAN: ExpertNames =
-    ExpertNames { router: "mlp.gate.wg", shared: ["mlp.shared_mlp", "mlp.shared_expert_gate"], ..QWEN };
-
-const SHARED: [&str; 2] = ["mlp.shared_experts", "mlp.shared_expert_gate"];
 
 /// The fields of routers that all mixtures have.
 pub(super) const ROUTER: [(&str, FieldRule); 4] = [
@@ -272,6 +139,7 @@ impl Default for Experts {
             count: 8,
             chosen: 2,
             hidden: 14336,
+            latent: None,
             scores: Scores::Softmax,
             groups: None,
             has_bias: false,
@@ -281,6 +149,7 @@ impl Default for Experts {
             gate: ExpertGate::Silu,
             normalize: true,
             normalize_epsilon: 0.0,
+            normalize_least: 0.0,
             scale: 1.0,
             weigh_inputs: false,
             shared: 0,
@@ -395,6 +264,30 @@ impl Experts {
         Ok(Self { shared: hidden, balance: 0.0, ..Self::read(fields, [1, 1], hidden, &HUNYUAN)? })
     }
 
+    /// Those of ERNIE, in some of the `layers` layers, beside a network as wide as several of them.
+    pub(super) fn ernie(fields: &Fields, layers: usize) -> Result<Self> {
+        let hidden = fields.optional_size("moe_intermediate_size", super::MOST)?.unwrap_or(1536);
+        let shared = fields.optional_count("moe_num_shared_experts", MOST)?.unwrap_or(2);
+        let first = fields.optional_count("moe_layer_start_index", super::MOST_LAYERS)?.unwrap_or(1);
+        let last = match fields.get("moe_layer_end_index") {
+            Some(last) if *last != json!(-1) => {
+                fields.optional_count("moe_layer_end_index", super::MOST_LAYERS)?
+            }
+            _ => None,
+        };
+        let step = fields.optional_size("moe_layer_interval", super::MOST_LAYERS)?.unwrap_or(1);
+        let is_sparse = |layer: usize| {
+            layer >= first && last.is_none_or(|last| layer <= last) && (layer + 1).is_multiple_of(step)
+        };
+        Ok(Self {
+            has_bias: true,
+            normalize_least: fields.factor("moe_norm_min")?.unwrap_or(1e-12),
+            shared: hidden.saturating_mul(shared),
+            layers: (0..layers).map(is_sparse).collect(),
+            ..Self::read(fields, [64, 6], hidden, &ERNIE)?
+        })
+    }
+
     /// Those of OLMo, in all layers.
     pub(super) fn olmo(fields: &Fields) -> Result<Self> {
         let read = Self::read(fields, [64, 8], fields.size("intermediate_size", super::MOST)?, &QWEN)?;
@@ -436,9 +329,33 @@ impl Experts {
 
     /// Those of mixtures that are made like DeepSeek's, in all `layers` layers but the first ones.
     pub(super) fn deepseek(fields: &Fields, layers: usize) -> Result<Self> {
+        let grouped = Self::grouped(fields, ([128, 8], 1408), &DEEPSEEK)?;
+        // Without the field there is one, and null says that there is none.
+        let shared = match fields.get("n_shared_experts") {
+            None if fields.has("n_shared_experts") => 0,
+            _ => fields.optional_count("n_shared_experts", MOST)?.unwrap_or(1),
+        };
+        let shared = grouped.hidden.saturating_mul(shared);
+        Ok(Self { shared, layers: sparse_layers(fields, layers)?, ..grouped })
+    }
+
+    /// Those of NVIDIA, in these `layers`, beside a network for all tokens that has a width of its own.
+    pub(super) fn nemotron(fields: &Fields, layers: Vec<bool>) -> Result<Self> {
+        let shared = fields.optional_size("moe_shared_expert_intermediate_size", super::MOST)?;
+        Ok(Self {
+            latent: fields.optional_size("moe_latent_size", super::MOST)?,
+            gate: ExpertGate::SquaredRelu,
+            shared: shared.unwrap_or(7688),
+            layers,
+            ..Self::grouped(fields, ([8, 2], 7688), &NEMOTRON)?
+        })
+    }
+
+    /// Those that DeepSeek's router chooses; without fields their numbers and width are `absent`.
+    fn grouped(fields: &Fields, absent: ([usize; 2], usize), names: &'static ExpertNames) -> Result<Self> {
         let size = |name, absent| Ok::<_, anyhow::Error>(fields.optional_size(name, MOST)?.unwrap_or(absent));
-        let hidden = fields.optional_size("moe_intermediate_size", super::MOST)?.unwrap_or(1408);
-        let read = Self::read(fields, [128, 8], hidden, &DEEPSEEK)?;
+        let hidden = fields.optional_size("moe_intermediate_size", super::MOST)?.unwrap_or(absent.1);
+        let read = Self::read(fields, absent.0, hidden, names)?;
         let groups = ExpertGroups { count: size("n_group", 1)?, chosen: size("topk_group", 1)?, best: 2 };
         let Self { count, chosen, .. } = read;
         ensure!(
@@ -450,12 +367,6 @@ impl Experts {
             groups.count,
             groups.chosen
         );
-        // Without the field there is one, and null says that there is none.
-        let shared = match fields.get("n_shared_experts") {
-            Some(value) if *value == json!(0) => 0,
-            None if fields.has("n_shared_experts") => 0,
-            _ => hidden.saturating_mul(size("n_shared_experts", 1)?),
-        };
         Ok(Self {
             scores: Scores::Sigmoid,
             groups: (groups.count > 1).then_some(groups),
@@ -463,8 +374,6 @@ impl Experts {
             normalize: fields.switch_or("norm_topk_prob", true)?,
             normalize_epsilon: 1e-20,
             scale: fields.optional_positive("routed_scaling_factor")?.unwrap_or(1.0),
-            shared,
-            layers: sparse_layers(fields, layers)?,
             balance: 0.0,
             ..read
         })

@@ -328,6 +328,14 @@ impl Fields {
         self.get(name).map(size).transpose()
     }
 
+    /// A whole number from 0 to `most`, if it is there.
+    pub(super) fn optional_count(&self, name: &str, most: usize) -> Result<Option<usize>> {
+        match self.get(name) {
+            Some(value) if *value == json!(0) => Ok(Some(0)),
+            _ => self.optional_size(name, most),
+        }
+    }
+
     /// A whole number from 1 to `most`.
     pub(super) fn size(&self, name: &str, most: usize) -> Result<usize> {
         self.optional_size(name, most)?.with_context(|| format!("there is no {name}"))

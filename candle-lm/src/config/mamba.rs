@@ -23,6 +23,19 @@ pub struct MambaHeads {
     pub conv_bias: bool,
     /// Whether projections have biases.
     pub proj_bias: bool,
+    /// Where what heads read is normalized.
+    pub norm: StateNorm,
+}
+
+/// Where what the heads of a layer of Mamba 2 read is normalized, group by group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StateNorm {
+    /// Behind the gates.
+    BehindGate,
+    /// Before the gates.
+    BeforeGate,
+    /// Nowhere.
+    None,
 }
 
 /// A tensor of the layer and its shape.
@@ -87,7 +100,9 @@ impl MambaHeads {
         for (part, rows) in self.channels() {
             add(format!("mamba.conv1d_{part}"), vec![rows, 1, self.taps], self.conv_bias);
         }
-        add("mamba.norm".into(), vec![self.inner()], false);
+        if self.norm != StateNorm::None {
+            add("mamba.norm".into(), vec![self.inner()], false);
+        }
         tensors.extend(["A_log", "D", "dt_bias"].map(|name| (format!("mamba.{name}"), vec![self.count])));
         tensors
     }

@@ -25,6 +25,8 @@ pub enum MixerKind {
     DeltaNet(DeltaHeads),
     /// Mamba 2, whose state is a matrix for each head and the last inputs of convolutions.
     Mamba(MambaHeads),
+    /// Attention and Mamba 2 side by side, of the same states.
+    Both(MambaHeads),
 }
 
 /// The heads of a layer with the gated delta rule.
@@ -66,19 +68,27 @@ impl DeltaHeads {
 impl MixerKind {
     /// Whether it is attention, and keeps something of each token.
     pub fn is_attention(self) -> bool {
-        matches!(self, Self::Attention | Self::Latent(_))
+        matches!(self, Self::Attention | Self::Latent(_) | Self::Both(_))
     }
 
-    /// Whether it keeps a state of a text in the place of keys and values of its tokens.
+    /// Whether it keeps a state of a text, in the place of keys and values of its tokens or beside them.
     pub fn is_recurrent(self) -> bool {
-        !self.is_attention() && self != Self::None
+        !matches!(self, Self::Attention | Self::Latent(_) | Self::None)
+    }
+
+    /// The heads of Mamba 2, if it has some.
+    pub fn mamba(self) -> Option<MambaHeads> {
+        match self {
+            Self::Mamba(heads) | Self::Both(heads) => Some(heads),
+            _ => None,
+        }
     }
 
     /// The numbers of the state of a text in 32 bits, in a model of this width, on all `tp` ranks together.
     pub fn state_size(self, hidden: usize, tp: usize) -> usize {
         match self {
             Self::Attention | Self::Latent(_) | Self::None => 0,
-            Self::Mamba(heads) => heads.state_size(tp),
+            Self::Mamba(heads) | Self::Both(heads) => heads.state_size(tp),
             Self::ShortConv { taps } => hidden.saturating_mul(taps.saturating_sub(1)),
             Self::DeltaNet(heads) => {
                 let [keys, values] = heads.channels();

@@ -1,5 +1,6 @@
 //! What a model's `config.json` says.
 
+mod expert_names;
 pub mod experts;
 mod families;
 mod fields;
@@ -9,6 +10,7 @@ pub mod mixers;
 pub mod parts;
 mod rope;
 mod scaling;
+mod stored;
 pub(super) mod tensors;
 pub(super) mod unknown;
 pub(super) mod wrapper;
@@ -27,7 +29,7 @@ use fields::Fields;
 pub use generation::GenerationConfig;
 use parts::Parts;
 pub use scaling::RopeScaling;
-pub use tensors::ExpertStack;
+pub use stored::ExpertStack;
 use unknown::UnknownFields;
 
 /// The largest size, and the most layers: whatever the file says, what follows from it is work of bounded length.

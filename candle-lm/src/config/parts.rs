@@ -61,6 +61,8 @@ pub struct Parts {
     pub branch_scale: f64,
     /// What logits are divided by.
     pub logits_divisor: f64,
+    /// The factors of what layers and their parts get and make.
+    pub factors: LayerFactors,
     /// The modules that are several layers here, and one in files: [`FUSED_QKV`], [`FUSED_GATE`] and [`FUSED_SHARED`].
     pub fused: &'static [&'static str],
     /// The experts that replace the feed-forward networks of some layers.
@@ -91,6 +93,36 @@ pub struct Parts {
     pub model_name: &'static str,
     /// Whether files hold the rates at which states are forgotten, which are negative, in the place of the logarithms of their sizes.
     pub has_rates: bool,
+}
+
+/// Factors of what layers and their parts get and make, by which a model keeps the rates of a narrower one (muP).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerFactors {
+    /// What attention gets.
+    pub attention_in: f64,
+    /// What attention makes.
+    pub attention_out: f64,
+    /// The projections of Mamba 2, in the order of [`MambaHeads::inputs`](super::mamba::MambaHeads::inputs).
+    pub states: [f64; 5],
+    /// What Mamba 2 makes.
+    pub states_out: f64,
+    /// The gates of feed-forward networks.
+    pub gate: f64,
+    /// What feed-forward networks make.
+    pub down: f64,
+}
+
+impl Default for LayerFactors {
+    fn default() -> Self {
+        Self {
+            attention_in: 1.0,
+            attention_out: 1.0,
+            states: [1.0; 5],
+            states_out: 1.0,
+            gate: 1.0,
+            down: 1.0,
+        }
+    }
 }
 
 /// The sizes of the embeddings that each layer has of its own.
@@ -267,6 +299,7 @@ impl Default for Parts {
             embedding_scale: 1.0,
             branch_scale: 1.0,
             logits_divisor: 1.0,
+            factors: LayerFactors::default(),
             fused: &[],
             experts: None,
             draft_layers: 0,

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use candle_shard::Weights;
 use serde_json::{Map, Value, json};
 
-use super::experts::{drafts, normalizes};
+use super::experts::{draft_layers, drafts, normalizes};
 use super::{Metadata, number, plain, state_widths};
 use crate::config::mixers::{DeltaHeads, MixerKind};
 use crate::config::{Config, MOST_LAYERS};
@@ -120,9 +120,7 @@ pub(super) fn configure(kind: &str, weights: &Weights, config: &mut Config) {
             heads.by_key_head &= is_whole;
         }
     }
-    let layer = |name: &str| name.strip_prefix("blk.")?.split('.').next()?.parse::<usize>().ok();
-    let drafts = weights.names().filter(|name| name.contains(".nextn.")).filter_map(layer).max();
-    config.parts.draft_layers = drafts.map_or(0, |last| (last + 1).saturating_sub(config.num_hidden_layers));
+    config.parts.draft_layers = draft_layers(weights, config.num_hidden_layers);
 }
 
 /// The tensors as layers have them: queries, keys and values by themselves, and the value heads of a key head one behind another.

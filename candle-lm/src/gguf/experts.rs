@@ -4,6 +4,7 @@ use anyhow::{Result, ensure};
 use candle_shard::Weights;
 use serde_json::{Map, Value, json};
 
+use super::mamba::NEMOTRON_MIXTURE;
 use super::{Metadata, plain};
 use crate::config::MOST_LAYERS;
 use crate::config::experts::MIXTRAL;
@@ -12,6 +13,9 @@ use crate::expert_files::GATE_UP;
 
 /// How logits become scores, after the name of the architecture: 1 for the softmax, and 2 for the logistic function.
 const SCORES: &str = "expert_gating_func";
+
+/// What files call mixtures of ERNIE.
+pub(super) const ERNIE: &str = "ernie4_5-moe";
 
 /// The keys that [`fields`] reads beside those that are fields.
 pub(super) const KEYS: [&str; 1] = [SCORES];
@@ -36,6 +40,13 @@ pub(super) fn drafts(weights: &Weights, fields: &mut Map<String, Value>) -> u64 
     fields.get(DRAFTS).and_then(Value::as_u64).unwrap_or(0)
 }
 
+/// The layers of a file behind those of a model, of so many layers, that predict further tokens.
+pub(super) fn draft_layers(weights: &Weights, layers: usize) -> usize {
+    let layer = |name: &str| name.strip_prefix("blk.")?.split('.').next()?.parse::<usize>().ok();
+    let last = weights.names().filter(|name| name.contains(".nextn.")).filter_map(layer).max();
+    last.map_or(0, |last| (last + 1).saturating_sub(layers))
+}
+
 /// Changes the fields to those that a `config.json` would have.
 ///
 /// # Errors
@@ -47,7 +58,7 @@ pub(super) fn fields(
     fields: &mut Map<String, Value>,
 ) -> Result<()> {
     let only = match kind {
-        "glm4moe" | "minimax-m2" | "lfm2moe" | "llama4" => 2,
+        "glm4moe" | "minimax-m2" | "lfm2moe" | "llama4" | NEMOTRON_MIXTURE => 2,
         // The softmax of the chosen logits, which is that of all over its sum.
         "gpt-oss" => 3,
         _ => 1,
@@ -62,6 +73,9 @@ pub(super) fn fields(
         let dense = fields.remove("first_k_dense_replace").unwrap_or(json!(0));
         fields.insert("num_dense_layers".into(), dense);
     }
+    if kind == ERNIE {
+        ernie(fields)?;
+    }
     if kind == "hunyuan-moe" {
         // A network of the same width, which there is one of.
         let count = fields.remove("n_shared_experts");
@@ -71,7 +85,7 @@ pub(super) fn fields(
             count.unwrap_or_default()
         );
     }
-    if kind != "glm4moe" {
+    if !["glm4moe", NEMOTRON_MIXTURE].contains(&kind) {
         for (key, name, idle) in IDLE {
             let Some(value) = fields.remove(name) else { continue };
             let is_idle = value.as_f64().is_some_and(|value| value == 0.0 || value == idle as f64);
@@ -92,6 +106,7 @@ pub(super) fn fields(
             fields.insert("model_type".into(), json!("mixtral"));
             normalizes(kind, fields)?;
         }
+        ERNIE => normalizes(kind, fields)?,
         "lfm2moe" => {
             normalizes(kind, fields)?;
             let has_bias = weights.names().any(|name| name.ends_with(".exp_probs_b.bias"));
@@ -150,6 +165,20 @@ pub(super) fn fields(
             fields.insert("num_hidden_layers".into(), json!(layers));
             fields.insert("use_qk_norm".into(), json!(weights.contains_tensor("blk.0.attn_q_norm.weight")));
         }
+        NEMOTRON_MIXTURE => {
+            // Without the key, which llama.cpp takes as off.
+            fields.entry("norm_topk_prob").or_insert(json!(false));
+            let shared = fields.remove("shared_expert_intermediate_size");
+            fields.extend(shared.map(|width| ("moe_shared_expert_intermediate_size".to_owned(), width)));
+            ensure!(
+                fields.get("n_group").is_none_or(|count| *count == json!(1))
+                    || fields.contains_key("topk_group"),
+                "{kind}.expert_group_count is said without {kind}.expert_group_used_count"
+            );
+            let drafts = drafts(weights, fields);
+            let layers = fields.get("num_hidden_layers").and_then(Value::as_u64).unwrap_or(0);
+            fields.insert("num_hidden_layers".into(), json!(layers.saturating_sub(drafts)));
+        }
         "qwen2moe" | "olmoe" => {
             // Which llama.cpp takes for granted.
             let normalize = fields.entry("norm_topk_prob").or_insert(json!(false));
@@ -174,6 +203,27 @@ pub(super) fn fields(
         }
         _ => {}
     }
+    Ok(())
+}
+
+/// The layers of ERNIE that have experts, and the network beside these.
+fn ernie(fields: &mut Map<String, Value>) -> Result<()> {
+    for (was, is, absent) in [
+        ("first_k_dense_replace", "moe_layer_start_index", 0),
+        ("interleave_moe_layer_step", "moe_layer_interval", 1),
+        ("n_shared_experts", "moe_num_shared_experts", 0),
+    ] {
+        let value = fields.remove(was).unwrap_or(json!(absent));
+        fields.insert(is.into(), value);
+    }
+    let number = |name: &str| fields.get(name).and_then(Value::as_u64).unwrap_or(0);
+    let width = number("moe_num_shared_experts").saturating_mul(number("moe_intermediate_size"));
+    let said = fields.remove("shared_expert_intermediate_size");
+    ensure!(
+        said.as_ref().is_none_or(|said| *said == json!(width)),
+        "{ERNIE}.expert_shared_feed_forward_length is {}, and only {width} is supported, that of all shared experts together",
+        said.unwrap_or_default()
+    );
     Ok(())
 }
 

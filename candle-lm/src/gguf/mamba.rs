@@ -8,7 +8,13 @@ use super::{KEY_HEADS, Metadata, number, one_of, plain, state_widths};
 use crate::config::MOST_LAYERS;
 
 /// The architectures that have such layers.
-pub(super) const KINDS: [&str; 3] = ["granitehybrid", "mamba2", "nemotron_h"];
+pub(super) const KINDS: [&str; 5] = [FALCON, "granitehybrid", "mamba2", "nemotron_h", NEMOTRON_MIXTURE];
+
+/// Hybrids whose layers have attention and states side by side. The factors of such models are in the weights of files.
+pub(super) const FALCON: &str = "falcon-h1";
+
+/// NVIDIA's hybrids that have layers with experts.
+pub(super) const NEMOTRON_MIXTURE: &str = "nemotron_h_moe";
 
 /// Tensors of the layers by their modules, with the dims that they have here.
 const SHAPES: [(&str, usize); 4] =
@@ -20,6 +26,8 @@ pub(super) fn renamed(layer: &str, rest: &[&str]) -> Option<String> {
         ["ssm_a"] => "A_log",
         ["ssm_d"] => "D",
         ["ssm_dt", "bias"] => "dt_bias",
+        // In files of Falcon it has no other name.
+        ["ffn_norm"] => return Some(format!("model.layers.{layer}.post_attention_layernorm.weight")),
         _ => return None,
     };
     Some(format!("model.layers.{layer}.mamba.{name}"))
@@ -63,11 +71,18 @@ pub(super) fn fields(
     let of_layers = |name: &str| (0..layers).any(|layer| has(&format!("blk.{layer}.{name}")));
     let biases = [of_layers("ssm_conv1d.bias"), of_layers("ssm_in.bias")];
     let list = |fields: &Map<String, Value>, name: &str| match fields.get(name) {
-        Some(Value::Array(list)) => list.clone(),
+        // Layers that predict further tokens come last.
+        Some(Value::Array(list)) => list.iter().take(layers).cloned().collect(),
         Some(one) => vec![one.clone(); layers],
         None => vec![json!(0); layers],
     };
-    let (keys, inners) = (list(fields, "num_key_value_heads"), list(fields, "intermediate_size"));
+    let (keys, mut inners) = (list(fields, "num_key_value_heads"), list(fields, "intermediate_size"));
+    let has_experts = |layer: usize| has(&format!("blk.{layer}.ffn_gate_inp.weight"));
+    let sparse: Vec<bool> = (0..layers).map(|layer| kind == NEMOTRON_MIXTURE && has_experts(layer)).collect();
+    // The width of experts is a number of its own.
+    for (inner, _) in inners.iter_mut().zip(&sparse).filter(|(_, is_sparse)| **is_sparse) {
+        *inner = json!(0);
+    }
     let one_of = |name: &str, list: &[Value]| {
         let count = one_of(kind, name, list.iter().filter(|count| **count != json!(0)))?;
         anyhow::Ok(count.unwrap_or(json!(1)))
@@ -86,34 +101,45 @@ pub(super) fn fields(
             fields.insert("expand".into(), json!(inner / hidden));
             fields.remove("num_key_value_heads");
         }
+        FALCON => {}
         _ => {
             fields.insert("num_key_value_heads".into(), one_of(KEY_HEADS, &keys)?);
             fields.insert("intermediate_size".into(), one_of("widths of feed-forward networks", &inners)?);
-            let kind_of = |(keys, inner): (&Value, &Value)| match (kind, *keys != json!(0)) {
-                (_, true) => "full_attention",
-                ("nemotron_h", _) if *inner != json!(0) => "mlp",
-                _ => "linear_attention",
+            let kind_of = |((keys, inner), is_sparse): ((&Value, &Value), &bool)| match *keys != json!(0) {
+                _ if *is_sparse => "moe",
+                true => "full_attention",
+                false if kind != "granitehybrid" && *inner != json!(0) => "mlp",
+                false => "linear_attention",
             };
-            fields.insert("layer_types".into(), keys.iter().zip(&inners).map(kind_of).collect());
+            let kinds = keys.iter().zip(&inners).zip(&sparse).map(kind_of).collect();
+            fields.insert("layer_types".into(), kinds);
         }
     }
-    match kind {
-        "granitehybrid" => {
-            for (was, is) in [
-                ("conv_kernel", "mamba_d_conv"),
-                ("mamba_head_dim", "mamba_d_head"),
-                ("mamba_num_heads", "mamba_n_heads"),
-                ("n_groups", "mamba_n_groups"),
-                ("ssm_state_size", "mamba_d_state"),
-                ("shared_expert_intermediate_size", "shared_intermediate_size"),
-            ] {
-                if let Some(value) = fields.remove(was) {
-                    fields.insert(is.into(), value);
-                }
+    if ["granitehybrid", FALCON].contains(&kind) {
+        for (was, is) in [
+            ("conv_kernel", "mamba_d_conv"),
+            ("mamba_head_dim", "mamba_d_head"),
+            ("mamba_num_heads", "mamba_n_heads"),
+            ("n_groups", "mamba_n_groups"),
+            ("ssm_state_size", "mamba_d_state"),
+            ("shared_expert_intermediate_size", "shared_intermediate_size"),
+        ] {
+            if let Some(value) = fields.remove(was) {
+                fields.insert(is.into(), value);
             }
+        }
+        fields.insert("mamba_conv_bias".into(), json!(biases[0]));
+        fields.insert("mamba_proj_bias".into(), json!(biases[1]));
+    }
+    match kind {
+        FALCON => {
+            fields.insert("mamba_d_ssm".into(), json!(inner));
+            // llama.cpp has it behind the gates.
+            fields.insert("mamba_rms_norm".into(), json!(of_layers("ssm_norm.weight")));
+            fields.insert("mamba_norm_before_gate".into(), json!(false));
+        }
+        "granitehybrid" => {
             fields.insert("mamba_expand".into(), json!(inner / hidden));
-            fields.insert("mamba_conv_bias".into(), json!(biases[0]));
-            fields.insert("mamba_proj_bias".into(), json!(biases[1]));
             let turns = metadata.get("granitehybrid.rope.scaling.finetuned").and_then(plain);
             let positions = if turns == Some(json!(false)) { Value::Null } else { json!("rope") };
             fields.insert("position_embedding_type".into(), positions);

@@ -23,7 +23,7 @@ use serde_json::{Map, Value, json};
 
 use super::config::Config;
 use super::config::parts::{FUSED_GATE, FUSED_QKV};
-use super::config::tensors::{EXPERTS, ROUTER};
+use super::config::tensors::{EXPERT_LATENTS, EXPERTS, ROUTER};
 use super::config::unknown::UnknownFields;
 use super::expert_files::GATE_UP;
 
@@ -32,7 +32,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 47] = [
+const ARCHITECTURES: [(&str, &str, bool); 50] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -59,6 +59,7 @@ const ARCHITECTURES: [(&str, &str, bool); 47] = [
     ("hunyuan-dense", "hunyuan_v1_dense", false),
     ("hunyuan-moe", "hunyuan_v1_moe", false),
     ("ernie4_5", "ernie4_5", false),
+    (experts::ERNIE, "ernie4_5_moe", false),
     ("chatglm", "glm", false),
     ("glm4", "glm4", false),
     ("glm4moe", "glm4_moe", false),
@@ -77,8 +78,10 @@ const ARCHITECTURES: [(&str, &str, bool); 47] = [
     (latent::DEEPSEEK, "deepseek_v3", false),
     (latent::MISTRAL, "mistral4", false),
     ("granitehybrid", "granitemoehybrid", true),
+    (mamba::FALCON, "falcon_h1", false),
     ("mamba2", "mamba2", false),
     ("nemotron_h", "nemotron_h", true),
+    (mamba::NEMOTRON_MIXTURE, "nemotron_h", true),
     ("qwen35", "qwen3_5_text", false),
     ("qwen35moe", "qwen3_5_moe_text", false),
     ("qwen3next", "qwen3_next", false),
@@ -86,7 +89,7 @@ const ARCHITECTURES: [(&str, &str, bool); 47] = [
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 43] = [
+const FIELDS: [(&str, Option<&str>); 44] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -125,6 +128,7 @@ const FIELDS: [(&str, Option<&str>); 43] = [
     ("expert_group_used_count", Some("topk_group")),
     ("leading_dense_block_count", Some("first_k_dense_replace")),
     ("interleave_moe_layer_step", Some("interleave_moe_layer_step")),
+    ("moe_latent_size", Some("moe_latent_size")),
     ("nextn_predict_layers", Some("num_nextn_predict_layers")),
     ("shortconv.l_cache", Some("conv_L_cache")),
     ("ssm.conv_kernel", Some("conv_kernel")),
@@ -145,7 +149,7 @@ const TENSORS: [(&str, &str); 5] = [
 ];
 
 /// The names of modules of layers.
-const MODULES: [(&str, &str); 33] = [
+const MODULES: [(&str, &str); 35] = [
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
     ("attn_v", "self_attn.v_proj"),
@@ -168,6 +172,8 @@ const MODULES: [(&str, &str); 33] = [
     ("ffn_up_shexp", "mlp.shared_experts.up_proj"),
     ("ffn_down_shexp", "mlp.shared_experts.down_proj"),
     ("ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
+    ("ffn_latent_down", EXPERT_LATENTS[0]),
+    ("ffn_latent_up", EXPERT_LATENTS[1]),
     ("ffn_gate_exps", EXPERTS[0]),
     ("ffn_up_exps", EXPERTS[1]),
     ("ffn_down_exps", EXPERTS[2]),
@@ -360,6 +366,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     config.parts.norms_add_one = false;
     config.parts.has_rates = mamba::KINDS.contains(&kind.as_str());
     delta_net::configure(kind, weights, &mut config);
+    if kind == mamba::NEMOTRON_MIXTURE {
+        config.parts.draft_layers = experts::draft_layers(weights, config.num_hidden_layers);
+    }
     if is_permuted {
         (config.parts.pairs, config.parts.permuted) = (RopePairs::Neighbors, true);
     }

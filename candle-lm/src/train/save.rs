@@ -85,9 +85,12 @@ impl Trainer<'_> {
     fn save_model(&self, partial: &Path, meshes: [&DeviceMesh; 2]) -> Result<()> {
         let config = &self.job.files.config;
         // As other programs have them: some tensors in one, each expert by itself.
-        let stored = |(name, tensor): (String, DTensor)| (config.stored_name(&name), tensor);
+        let stored = |(name, tensor): (String, DTensor)| {
+            let tensor = if config.is_row(&name) { tensor.detach().unsqueeze(0)? } else { tensor };
+            anyhow::Ok((config.stored_name(&name), tensor))
+        };
         let tensors = stacked(config, fused(config, self.parameters.named_tensors())?)?.into_iter();
-        let tensors: Vec<_> = tensors.map(stored).collect();
+        let tensors: Vec<_> = tensors.map(stored).collect::<Result<_>>()?;
         let world = &self.world;
         stage_files::write(partial, "model", world, meshes, 0, &tensors, |name| config.unstacked(name))
     }

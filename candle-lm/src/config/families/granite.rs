@@ -8,7 +8,7 @@ use crate::config::experts::{Experts, ROUTER};
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::Text;
 use crate::config::fields::{Fields, joined};
-use crate::config::mamba::MambaHeads;
+use crate::config::mamba::{MambaHeads, StateNorm};
 use crate::config::mixers::MixerKind;
 use crate::config::parts::{FUSED_GATE, FUSED_SHARED, Parts};
 
@@ -167,6 +167,7 @@ fn heads(fields: &Fields) -> Result<MambaHeads> {
         taps: size("mamba_d_conv", 4)?,
         conv_bias: fields.switch_or("mamba_conv_bias", true)?,
         proj_bias: fields.switch("mamba_proj_bias")?,
+        norm: StateNorm::BehindGate,
     }
     .checked()
 }

@@ -4,13 +4,15 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_nn::Activation;
 use serde_json::{Map, Value, json};
 
-use super::{Family, FamilyDefaults, PLAIN};
+use super::{Family, FamilyDefaults, PLAIN, rename};
+use crate::config::experts::Experts;
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::{Text, True};
 use crate::config::fields::{Fields, joined, shortened};
-use crate::config::mamba::MambaHeads;
+use crate::config::mamba::{MambaHeads, StateNorm};
 use crate::config::mixers::MixerKind;
 use crate::config::parts::{Norms, Parts};
+use crate::config::tensors::EXPERT_LATENTS;
 
 /// Their rows.
 pub(super) static FAMILIES: [Family; 2] = [
@@ -44,9 +46,18 @@ pub(super) static FAMILIES: [Family; 2] = [
                 ("full_attention", MixerKind::Attention),
                 ("attention", MixerKind::Attention),
                 ("mlp", MixerKind::None),
+                ("moe", MixerKind::None),
             ];
             let mixers = fields.mixers(layers, &known)?.unwrap_or_default();
+            let kinds = fields.get("layer_types").and_then(Value::as_array);
+            let sparse: Vec<bool> = kinds.into_iter().flatten().map(|kind| *kind == "moe").collect();
+            let has_experts = sparse.contains(&true);
+            ensure!(
+                !(has_experts && fields.switch("mlp_bias")?),
+                "mlp_bias is true, and only false is supported in models with experts"
+            );
             Ok(Parts {
+                experts: has_experts.then(|| Experts::nemotron(fields, sparse)).transpose()?,
                 rotary: vec![false; layers],
                 gated: false,
                 activation: Activation::Relu2,
@@ -89,7 +100,7 @@ const MAMBA2: [(&str, FieldRule); 18] = joined(
     ],
 );
 
-const NEMOTRON_H: [(&str, FieldRule); 39] = joined(
+const NEMOTRON_H: [(&str, FieldRule); 40] = joined(
     STATES,
     [
         ("layer_types", Used),
@@ -99,32 +110,33 @@ const NEMOTRON_H: [(&str, FieldRule); 39] = joined(
         ("mamba_ssm_cache_dtype", Harmless),
         ("mlp_bias", Used),
         ("mlp_hidden_act", Only(Text("relu2"))),
-        // Those of layers with experts, of which there are none.
-        ("moe_intermediate_size", Harmless),
-        ("moe_latent_size", Harmless),
-        ("moe_shared_expert_intermediate_size", Harmless),
+        ("moe_intermediate_size", Used),
+        ("moe_latent_size", Used),
+        ("moe_shared_expert_intermediate_size", Used),
+        // When things are computed, and how many networks there are in one, whose width is said.
         ("moe_shared_expert_overlap", Harmless),
-        ("n_group", Harmless),
-        ("n_routed_experts", Harmless),
+        ("n_group", Used),
+        ("n_routed_experts", Used),
         ("n_shared_experts", Harmless),
-        ("norm_topk_prob", Harmless),
-        ("num_experts_per_tok", Harmless),
+        ("norm_topk_prob", Used),
+        ("num_experts_per_tok", Used),
+        ("num_local_experts", Used),
         ("num_logits_to_keep", Harmless),
         ("num_query_groups", Harmless),
         // Layers that predict further tokens, which are left out.
         ("mtp_layers_block_type", Harmless),
         ("num_nextn_predict_layers", Harmless),
         ("output_router_logits", Harmless),
-        ("routed_scaling_factor", Harmless),
+        ("routed_scaling_factor", Used),
         ("time_step_limit", Used),
         ("time_step_rank", Harmless),
-        ("topk_group", Harmless),
+        ("topk_group", Used),
         ("use_mamba_kernels", Harmless),
     ],
 );
 
 /// What files call the modules.
-static NAMES: [(&str, &str); 13] = [
+static NAMES: [(&str, &str); 17] = [
     ("model.embed_tokens", "model.embeddings"),
     ("model.norm", "model.norm_f"),
     ("mamba.in_proj", "mixer.in_proj"),
@@ -137,6 +149,10 @@ static NAMES: [(&str, &str); 13] = [
     ("self_attn.o_proj", "mixer.o_proj"),
     ("mlp.up_proj", "mixer.up_proj"),
     ("mlp.down_proj", "mixer.down_proj"),
+    ("mlp.shared_experts.up_proj", "mixer.shared_experts.up_proj"),
+    ("mlp.shared_experts.down_proj", "mixer.shared_experts.down_proj"),
+    (EXPERT_LATENTS[0], "mixer.fc1_latent_proj"),
+    (EXPERT_LATENTS[1], "mixer.fc2_latent_proj"),
     // Rates and steps, which are in no module of the layer.
     ("mamba", "mixer"),
 ];
@@ -157,17 +173,9 @@ fn heads(fields: &Fields, [count, width]: [usize; 2]) -> Result<MambaHeads> {
         taps: size("conv_kernel", 4)?,
         conv_bias: fields.switch_or("use_conv_bias", true)?,
         proj_bias: fields.switch("use_bias")?,
+        norm: StateNorm::BehindGate,
     }
     .checked()
-}
-
-/// Gives fields other names.
-fn rename(fields: &mut Map<String, Value>, names: &[(&str, &str)]) {
-    for (was, is) in names {
-        if let Some(value) = fields.remove(*was).filter(|value| !value.is_null()) {
-            fields.insert((*is).into(), value);
-        }
-    }
 }
 
 /// The fields of a config of Mamba 2, under the names that NVIDIA has for those of states. Attention and feed-forward networks, which no layer
@@ -196,7 +204,7 @@ const LETTERS: [(char, &str); 4] =
 /// The fields of a config of NVIDIA's hybrids, with a list of the kinds of layers.
 ///
 /// # Errors
-/// If there is no such list, or layers have experts.
+/// If there is no such list.
 pub(super) fn nemotron_h(mut fields: Map<String, Value>) -> Result<Map<String, Value>> {
     rename(
         &mut fields,
@@ -226,11 +234,8 @@ pub(super) fn nemotron_h(mut fields: Map<String, Value>) -> Result<Map<String, V
     let Some(Value::Array(kinds)) = fields.get("layer_types") else {
         bail!("there is no layers_block_type, which says what each layer is");
     };
-    ensure!(
-        kinds.iter().all(|kind| *kind != "moe"),
-        "layers_block_type has moe; layers with experts are not supported in models of the family nemotron_h"
-    );
     let count = kinds.len();
     fields.insert("num_hidden_layers".into(), json!(count));
+    fields.entry("intermediate_size").or_insert(json!(21504));
     Ok(fields)
 }

@@ -2,6 +2,8 @@
 
 mod cohere;
 mod deepseek;
+mod ernie;
+mod falcon;
 mod gemma;
 mod gemma4;
 mod glm;
@@ -109,6 +111,8 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
         &hunyuan::FAMILIES,
         &cohere::FAMILIES,
         &deepseek::FAMILIES,
+        &ernie::FAMILIES,
+        &falcon::FAMILIES,
         &minimax::FAMILIES,
         &openai::FAMILIES,
         &lfm2::FAMILIES,
@@ -124,6 +128,8 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
 /// If a field says something that is not known.
 pub(in crate::config) fn plain(fields: Map<String, Value>) -> Result<Map<String, Value>> {
     match fields.get("model_type").and_then(Value::as_str) {
+        Some("ernie4_5_moe") => Ok(ernie::plain(fields)),
+        Some("falcon_h1") => Ok(falcon::plain(fields)),
         Some("gemma4_text") => gemma4::plain(fields),
         Some("gpt_oss") => Ok(openai::plain(fields)),
         Some("granitemoehybrid") => Ok(granite::plain(fields)),
@@ -139,6 +145,15 @@ pub(in crate::config) fn plain(fields: Map<String, Value>) -> Result<Map<String,
 /// Why a kind of model is not supported, if that is known.
 pub(in crate::config) fn refusal(model_type: &Value) -> Option<&'static str> {
     deepseek::REFUSED.iter().find(|(name, _)| model_type == name).map(|(_, reason)| *reason)
+}
+
+/// Gives fields other names.
+fn rename(fields: &mut Map<String, Value>, names: &[(&str, &str)]) {
+    for (was, is) in names {
+        if let Some(value) = fields.remove(*was).filter(|value| !value.is_null()) {
+            fields.insert((*is).into(), value);
+        }
+    }
 }
 
 /// Biases as the fields say.

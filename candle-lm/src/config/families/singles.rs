@@ -5,11 +5,11 @@ use candle_shard::kernels::RopePairs;
 
 use super::{Family, FamilyDefaults, PLAIN, biased, full, windows};
 use crate::config::fields::FieldRule::{self, Only, Same, Used};
-use crate::config::fields::Plain::{One, Text, True};
+use crate::config::fields::Plain::{Text, True};
 use crate::config::parts::{NormKind, Norms, Parts, QkNorm};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 8] = [
+pub(super) static FAMILIES: [Family; 7] = [
     Family {
         model_type: "seed_oss",
         architecture: "SeedOssForCausalLM",
@@ -148,22 +148,6 @@ pub(super) static FAMILIES: [Family; 8] = [
         parts: |fields, layers| {
             let pairs = RopePairs::Neighbors;
             Ok(Parts { output_bias: false, pairs, ..biased(fields, layers)? })
-        },
-    },
-    Family {
-        model_type: "ernie4_5",
-        architecture: "Ernie4_5ForCausalLM",
-        fields: &[("compression_ratio", Only(One)), ("use_bias", Used)],
-        absent: FamilyDefaults { tied: true, head_dim: Some(128), rope_theta: 500_000.0, ..PLAIN },
-        parts: |fields, _| {
-            let bias = fields.switch("use_bias")?;
-            Ok(Parts {
-                qkv_bias: bias,
-                output_bias: bias,
-                mlp_bias: bias,
-                pairs: RopePairs::Neighbors,
-                ..Parts::default()
-            })
         },
     },
 ];

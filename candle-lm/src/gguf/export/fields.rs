@@ -11,6 +11,7 @@ use crate::config::experts::Experts;
 use crate::config::mixers::MixerKind;
 use crate::config::parts::NormKind;
 use crate::config::{Config, RopeScaling};
+use crate::gguf::experts::ERNIE;
 use crate::gguf::{llama4, rope};
 
 /// A key and its value.
@@ -117,15 +118,19 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
         if experts.scores == Scores::Sigmoid {
             own.extend([("expert_gating_func", number(2)), ("expert_weights_scale", float(experts.scale))]);
         }
-        if experts.shared_gate || (["granitemoe", "hunyuan-moe"].contains(&kind) && experts.shared > 0) {
+        let with_shared = ["granitemoe", "hunyuan-moe", ERNIE];
+        if experts.shared_gate || (with_shared.contains(&kind) && experts.shared > 0) {
             own.push(("expert_shared_feed_forward_length", number(experts.shared)));
         }
-        if ["glm4moe", "lfm2moe"].contains(&kind) {
+        if super::leads(kind) {
             let dense = (0..config.num_hidden_layers).filter(|&layer| !experts.are_in(layer)).count();
             own.push(("leading_dense_block_count", number(dense)));
         }
-        if kind == "glm4moe" {
+        if ["glm4moe", ERNIE].contains(&kind) {
             own.push(("expert_shared_count", number(experts.shared / hidden)));
+        }
+        if kind == ERNIE {
+            own.push(("interleave_moe_layer_step", number(1)));
         }
         if let Some(groups) = experts.groups {
             own.extend([

@@ -18,6 +18,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_shard::nn::Heads;
 use tokenizers::Tokenizer;
 
+use super::experts::ERNIE;
 use super::{ARCHITECTURES, CONV, MODULES, NORMS, QK_NORMS, TENSORS, llama4, tokenizer};
 use crate::adapter::MergedAdapter;
 use crate::config::mixers::MixerKind;
@@ -95,7 +96,7 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     };
     let found = ARCHITECTURES.iter().find(|(_, name, _)| *name == family);
     let has_states =
-        parts.mixers.iter().any(|mixer| matches!(mixer, MixerKind::Mamba(_) | MixerKind::DeltaNet(_)));
+        parts.mixers.iter().any(|mixer| mixer.mamba().is_some() || matches!(mixer, MixerKind::DeltaNet(_)));
     let is_plain = parts.latent().is_none() && !parts.sinks && !has_states && !parts.layer_scalar;
     let found = found.filter(|_| is_plain);
     let &(kind, _, is_permuted) =
@@ -145,7 +146,7 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     );
     if let Some(experts) = &parts.experts {
         let is_leading = |layers: &[bool]| layers.is_sorted();
-        let leads = ["glm4moe", "lfm2moe"].contains(&kind);
+        let leads = leads(kind);
         need(kind != "lfm2moe" || (experts.normalize && experts.scale == 1.0), "scaled weights of experts");
         let takes_raw = ["qwen2moe", "olmoe", "llama4"].contains(&kind);
         need(leads || takes_raw || experts.normalize, "weights of experts that are not normalized");
@@ -155,6 +156,7 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
             "dense layers in a model that has layers with experts",
         );
         need(!parts.mlp_bias, "experts with biases");
+        need(experts.normalize_least <= LEAST_SUM, "this least sum of the weights of experts");
     }
     if kind == llama4::KIND {
         let layers = 0..config.num_hidden_layers;
@@ -178,6 +180,14 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     }
     ensure!(lacks.is_empty(), "llama.cpp has not implemented for {kind}: {}", lacks.join(", "));
     Ok((kind, is_permuted))
+}
+
+/// What the sum of the weights of a token's experts is at least in llama.cpp.
+const LEAST_SUM: f64 = 1.0 / 16_384.0;
+
+/// Whether files of a kind say how many layers without experts come first.
+fn leads(kind: &str) -> bool {
+    ["glm4moe", "lfm2moe", ERNIE].contains(&kind)
 }
 
 /// The windows that narrow what layers see.

@@ -32,6 +32,15 @@ pub enum ExpertGate {
     },
     /// `gelu(g) · u`, where `gelu` is approximated by the hyperbolic tangent, as in Gemma 4.
     Gelu,
+    /// `max(u, 0)²`, as in Nemotron 3. Experts then have no first product of the two, and no `gate_proj`.
+    SquaredRelu,
+}
+
+impl ExpertGate {
+    /// Returns whether experts have a gate beside their up.
+    pub const fn has_gate(self) -> bool {
+        !matches!(self, Self::SquaredRelu)
+    }
 }
 
 /// A choice in two steps: first groups of experts, by the sum of their best scores, then experts in these groups.
@@ -60,6 +69,8 @@ pub struct ExpertGroups {
 pub struct MoEConfig {
     /// The width of tokens.
     pub width: usize,
+    /// The width of the tokens that experts are chosen [by](crate::nn::MoE::forward_by), if it is another one.
+    pub router_width: Option<usize>,
     /// The width between the two products of an expert.
     pub hidden: usize,
     /// The number of experts.
@@ -72,6 +83,8 @@ pub struct MoEConfig {
     pub normalize: bool,
     /// What is added to that sum, so that scores of zero do not divide by zero.
     pub normalize_epsilon: f64,
+    /// What that sum is at least, as in ERNIE 4.5; 0 for no limit.
+    pub normalize_least: f64,
     /// A factor of all experts' weights.
     pub scale: f64,
     /// Whether the weights of choices multiply what experts get, as in Llama 4, and not what they make.
@@ -85,7 +98,7 @@ pub struct MoEConfig {
     pub logit_bias: bool,
     /// Whether each expert has a factor of its weights, which is learned (`per_expert_scale`).
     pub expert_scale: bool,
-    /// Whether the three products of an expert have biases. They are a part of its result, which the weights of choices multiply.
+    /// Whether the products of an expert have biases. They are a part of its result, which the weights of choices multiply.
     pub expert_bias: bool,
     /// The activation of experts. Those that all tokens use have [`ExpertGate::Silu`].
     pub expert_gate: ExpertGate,
@@ -117,12 +130,14 @@ impl MoEConfig {
     pub fn new(width: usize, hidden: usize, experts: usize, top_k: usize) -> Self {
         Self {
             width,
+            router_width: None,
             hidden,
             experts,
             top_k,
             scores: Scores::Softmax,
             normalize: false,
             normalize_epsilon: 1e-20,
+            normalize_least: 0.0,
             scale: 1.0,
             weigh_inputs: false,
             groups: None,
@@ -142,6 +157,16 @@ impl MoEConfig {
         }
     }
 
+    /// Sets the width of the tokens that experts are chosen by.
+    pub fn router_width(self, router_width: impl Into<Option<usize>>) -> Self {
+        Self { router_width: router_width.into(), ..self }
+    }
+
+    /// Returns the width of the tokens that experts are chosen by.
+    pub(super) fn by_width(&self) -> usize {
+        self.router_width.unwrap_or(self.width)
+    }
+
     /// Sets how logits become scores.
     pub fn scores(self, scores: Scores) -> Self {
         Self { scores, ..self }
@@ -155,6 +180,11 @@ impl MoEConfig {
     /// Sets what is added to that sum: 1e-20 if it is not set.
     pub fn normalize_epsilon(self, normalize_epsilon: f64) -> Self {
         Self { normalize_epsilon, ..self }
+    }
+
+    /// Sets what that sum is at least.
+    pub fn normalize_least(self, normalize_least: f64) -> Self {
+        Self { normalize_least, ..self }
     }
 
     /// Sets the factor of all experts' weights.
@@ -243,7 +273,7 @@ impl MoEConfig {
             width, hidden, experts, top_k, scale, normalize_epsilon, balance_weight, z_weight, ..
         } = self;
         let refuse = |reason: String| Error::op(OP, reason);
-        if width == 0 || hidden == 0 || experts == 0 || top_k == 0 {
+        if width == 0 || self.by_width() == 0 || hidden == 0 || experts == 0 || top_k == 0 {
             return refuse(format!(
                 "width {width}, hidden {hidden}, {experts} experts, top {top_k}: expected at least 1 of each"
             ));
@@ -285,6 +315,7 @@ impl MoEConfig {
         let factors = [
             ("scale", scale),
             ("normalize_epsilon", normalize_epsilon),
+            ("normalize_least", self.normalize_least),
             ("balance_weight", balance_weight),
             ("z_weight", z_weight),
         ];

@@ -1,4 +1,4 @@
-//! The experts: gated feed-forward networks, each over the rows that chose it.
+//! The experts: feed-forward networks, most of them gated, each over the rows that chose it.
 use super::NO_EXPERT;
 use super::config::{ExpertGate, MoEAxes, MoEConfig};
 use super::dispatch::{ExpertRows, bags};
@@ -20,7 +20,7 @@ pub(super) struct ExpertWeights {
     /// The products, if files have them in blocks.
     quantized: Option<QuantizedExperts>,
     /// If not, gate and up `[experts, hidden, width]`, and down `[experts, width, hidden]`; then the biases of all three, if there are
-    /// some, `[experts, hidden]` twice and `[experts, width]`; then the factors of adapters.
+    /// some, `[experts, hidden]` twice and `[experts, width]`; then the factors of adapters. Without a gate all of its own are missing.
     tensors: Vec<DTensor>,
     has_biases: bool,
     /// The adapters beside gate, up and down.
@@ -63,21 +63,22 @@ impl ExpertWeights {
             built(vb, name, dims, init(into), hidden_dim)
         };
         let mut tensors = Vec::new();
+        let has_gate = config.expert_gate.has_gate();
         if quantized.is_none() {
             let [gate, up, down] = NAMES;
-            tensors.push(make(gate, &[hidden, width], width, Some(1))?);
+            tensors.extend(has_gate.then(|| make(gate, &[hidden, width], width, Some(1))).transpose()?);
             tensors.push(make(up, &[hidden, width], width, Some(1))?);
             tensors.push(make(down, &[width, hidden], hidden, Some(2))?);
         }
         if config.expert_bias {
             let [gate, up, down] = BIASES;
-            tensors.push(make(gate, &[hidden], width, Some(1))?);
+            tensors.extend(has_gate.then(|| make(gate, &[hidden], width, Some(1))).transpose()?);
             tensors.push(make(up, &[hidden], width, Some(1))?);
             tensors.push(make(down, &[width], hidden, None)?);
         }
         let mut adapters = [const { Vec::new() }; 3];
         let sizes = [(NAMES[0], hidden, width), (NAMES[1], hidden, width), (NAMES[2], width, hidden)];
-        for (which, (name, out, into)) in sizes.into_iter().enumerate() {
+        for (which, (name, out, into)) in sizes.into_iter().enumerate().skip(usize::from(!has_gate)) {
             for (number, vb, options) in vb.pp(name).adapters_here() {
                 vb.check_expert_adapter(&options, quantized.is_some())?;
                 let [of_out, of_in] = if which < 2 { [Some(1), None] } else { [None, Some(2)] };
@@ -113,27 +114,31 @@ impl ExpertWeights {
 
     /// Returns the results for rows that are sorted by expert, in the dtype `dtype`.
     fn results(&self, laid: &[DTensor], x: &Tensor, counts: &[usize], dtype: DType) -> Result<Tensor> {
-        let (weights, biases) = laid.split_at(if self.quantized.is_some() { 0 } else { 3 });
+        // The place of the first product, which is up where there is no gate.
+        let first = usize::from(!self.gate.has_gate());
+        let (weights, biases) = laid.split_at(if self.quantized.is_some() { 0 } else { 3 - first });
         let biases = if self.has_biases { biases } else { &[] };
         let experts =
             counts.iter().zip(0u32..).flat_map(|(&count, expert)| std::iter::repeat_n(expert, count));
         let experts: Arc<[u32]> = experts.collect();
         let of_rows = |which: usize| -> Result<Option<Tensor>> {
-            let Some(bias) = biases.get(which) else { return Ok(None) };
+            let Some(bias) = which.checked_sub(first).and_then(|at| biases.get(at)) else { return Ok(None) };
             Ok(Some(kernels::embedding(bias.to_local(), experts.clone(), None)?))
         };
         let with = |made: Tensor, which: usize| match of_rows(which)? {
             Some(bias) => sum(&made, &bias),
             None => Ok(made),
         };
-        let gated = |[gate, up]: [Tensor; 2]| {
-            let [gate, up] =
-                [self.adapted(gate, x, 0, (laid, counts))?, self.adapted(up, x, 1, (laid, counts))?];
-            let (gate, up) = (with(gate, 0)?, with(up, 1)?);
-            Ok::<_, Error>(match self.gate {
-                ExpertGate::Silu => kernels::silu_gate(&gate, &up)?,
-                ExpertGate::Gelu => gelu_gate(&gate, &up)?,
-                ExpertGate::Clamped { alpha, limit } => kernels::clamped_gate(&gate, &up, alpha, limit)?,
+        let gated = |gate: Option<Tensor>, up: Tensor| {
+            let gate = gate.map(|gate| with(self.adapted(gate, x, 0, (laid, counts))?, 0)).transpose()?;
+            let up = with(self.adapted(up, x, 1, (laid, counts))?, 1)?;
+            Ok::<_, Error>(match (self.gate, gate) {
+                (_, None) => squared_relu(&up)?,
+                (ExpertGate::Gelu, Some(gate)) => gelu_gate(&gate, &up)?,
+                (ExpertGate::Clamped { alpha, limit }, Some(gate)) => {
+                    kernels::clamped_gate(&gate, &up, alpha, limit)?
+                }
+                (_, Some(gate)) => kernels::silu_gate(&gate, &up)?,
             })
         };
         let made = match &self.quantized {
@@ -144,13 +149,16 @@ impl ExpertWeights {
                 empty::zeros_of(&idle.iter().collect::<Vec<_>>(), x.shape(), x.dtype())?
             }
             Some(experts) => {
-                let inner = gated(experts.hidden(x, counts)?)?;
+                let (gate, up) = experts.hidden(x, counts)?;
+                let inner = gated(gate, up)?;
                 self.adapted(experts.down(&inner, counts)?, &inner, 2, (laid, counts))?
             }
             None => {
-                let product =
-                    |x: &Tensor, of: usize| kernels::grouped_linear(x, weights[of].to_local(), counts);
-                let inner = gated([product(x, 0)?, product(x, 1)?])?;
+                let product = |x: &Tensor, of: usize| {
+                    kernels::grouped_linear(x, weights[of - first].to_local(), counts)
+                };
+                let gate = (first == 0).then(|| product(x, 0)).transpose()?;
+                let inner = gated(gate, product(x, 1)?)?;
                 self.adapted(product(&inner, 2)?, &inner, 2, (laid, counts))?
             }
         };
@@ -190,6 +198,14 @@ fn gelu_gate(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         return Ok(empty::zeros_of(&[gate, up], gate.shape(), gate.dtype())?);
     }
     Ok(Function::Gelu.apply(gate)?.mul(up)?)
+}
+
+/// `max(up, 0)²`.
+fn squared_relu(up: &Tensor) -> Result<Tensor> {
+    if up.elem_count() == 0 {
+        return Ok(empty::zeros_of(&[up], up.shape(), up.dtype())?);
+    }
+    Ok(up.relu()?.sqr()?)
 }
 
 /// The sum of two tensors of a shape, of which candle forgets one where they have no elements.

@@ -15,14 +15,14 @@ use crate::parallel::ModuleStyle;
 use crate::redistribute::{Target, Targets};
 use crate::rules::{self, OpSpec};
 use crate::strict::inherent;
-use crate::{DTensor, Error, Result};
+use crate::{DTensor, Error, Result, Spec};
 use candle_core::{Device, Tensor};
 use candle_dist::backend::Dims;
 use candle_dist::{ProcessGroup, ReduceOp, TensorTree};
 use smallvec::{SmallVec, smallvec};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A mixture of experts: a router sends each token to the best `top_k` of many gated feed-forward networks (Shazeer et
+/// A mixture of experts: a router sends each token to the best `top_k` of many feed-forward networks (Shazeer et
 /// al. 2017), whose results are added with the weights that the router gives them.
 ///
 /// # What is sharded how
@@ -46,9 +46,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 ///
 /// # Parameters
 ///
-/// `router.weight` `[experts, width]` and perhaps `router.bias` and `router.logit_bias` `[experts]`; `experts.gate_proj` and `experts.up_proj`
-/// `[experts, hidden, width]`, `experts.down_proj` `[experts, width, hidden]`, perhaps `experts.{gate_proj,up_proj}_bias` `[experts,
-/// hidden]` and `experts.down_proj_bias` `[experts, width]`; with shared experts
+/// `router.weight` `[experts, width]` and perhaps `router.bias` and `router.logit_bias` `[experts]`; `experts.gate_proj`, if experts
+/// [have gates](crate::nn::ExpertGate::has_gate), and `experts.up_proj` `[experts, hidden, width]`, `experts.down_proj` `[experts, width,
+/// hidden]`, perhaps `experts.{gate_proj,up_proj}_bias` `[experts, hidden]` and `experts.down_proj_bias` `[experts, width]`; with shared experts
 /// `shared_experts.{gate_proj,up_proj,down_proj}.weight`, and with a gate of them `shared_expert_gate.weight` `[1, width]`. Experts that files store in blocks stay
 /// [quantized](MeshVarBuilder::quantized_block) and get no gradients, unless the tensor axis would cut a block.
 ///
@@ -137,16 +137,17 @@ impl MoE {
         self.forward_by(x, x, mode)
     }
 
-    /// Like [`forward`](Self::forward), with experts that are chosen by the tokens `by`, of the same shape and layout, and compute from `x`.
+    /// Like [`forward`](Self::forward), with experts that are chosen by the tokens `by`, of the same layout, and compute from `x`. The width of
+    /// `by` may be [another one](MoEConfig::router_width).
     ///
     /// # Errors
     /// Those of [`forward`](Self::forward), of both.
     #[track_caller]
     pub fn forward_by(&self, x: &DTensor, by: &DTensor, mode: Mode) -> Result<MoEOutput> {
         self.style.layer(|| {
-            self.check(x)?;
-            self.check(by)?;
-            if x.spec() != by.spec() {
+            self.check(x, self.config.width)?;
+            self.check(by, self.config.by_width())?;
+            if !are_alike(x.spec(), by.spec()) {
                 return Error::op(
                     OP,
                     format!("an input {} that is routed by {}; expected one layout", x.spec(), by.spec()),
@@ -187,8 +188,8 @@ impl MoE {
         })
     }
 
-    fn check(&self, x: &DTensor) -> Result<()> {
-        let (weight, width) = (&self.router.weight, self.config.width);
+    fn check(&self, x: &DTensor, width: usize) -> Result<()> {
+        let weight = &self.router.weight;
         if x.mesh() != weight.mesh() {
             return Error::op(
                 OP,
@@ -286,4 +287,13 @@ impl MoE {
     fn counts(&self) -> MutexGuard<'_, Vec<usize>> {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Whether tokens of two widths lie alike.
+fn are_alike(one: &Spec, other: &Spec) -> bool {
+    let tokens = |spec: &Spec| spec.dims()[..spec.dims().len() - 1].to_vec();
+    let sizes = |spec: &Spec| -> Vec<_> {
+        (0..spec.placements().len()).map(|axis| spec.sizes(axis).cloned()).collect()
+    };
+    tokens(one) == tokens(other) && one.placements() == other.placements() && sizes(one) == sizes(other)
 }

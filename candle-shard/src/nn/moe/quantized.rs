@@ -16,11 +16,19 @@ pub(super) const NAMES: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 /// The blocks of this rank's experts.
 #[derive(Debug, Clone)]
 pub(super) struct QuantizedExperts {
-    /// Gate, up and down of each expert; `None` if no column of the hidden dim is here.
-    own: Arc<[Option<[QuantizedMatrix; 3]>]>,
+    /// The matrices of each expert; `None` if no column of the hidden dim is here.
+    own: Arc<[Option<QuantizedExpert>]>,
     hidden: usize,
     /// How the tensor axis cuts the hidden dim, which is between blocks.
     cut: Option<(usize, Sizes)>,
+}
+
+/// The matrices of an expert, or the part of them that is here.
+#[derive(Debug, Clone)]
+struct QuantizedExpert {
+    gate: Option<QuantizedMatrix>,
+    up: QuantizedMatrix,
+    down: QuantizedMatrix,
 }
 
 impl QuantizedExperts {
@@ -29,9 +37,9 @@ impl QuantizedExperts {
     /// All ranks decide alike.
     pub(super) fn read(config: &MoEConfig, axes: &MoEAxes, vb: &MeshVarBuilder) -> Result<Option<Self>> {
         let &MoEConfig { width, hidden, experts, .. } = config;
-        let [Some(_), Some(_), Some(block)] = NAMES.map(|name| vb.quantized_block(name)) else {
-            return Ok(None);
-        };
+        let first = usize::from(!config.expert_gate.has_gate());
+        let blocks: Option<Vec<usize>> = NAMES[first..].iter().map(|name| vb.quantized_block(name)).collect();
+        let Some(block) = blocks.as_ref().and_then(|blocks| blocks.last()).copied() else { return Ok(None) };
         let mesh = vb.mesh();
         let ranks = axes.tensor.map_or(1, |axis| mesh.shape()[axis]);
         if ranks > 1 && !hidden.is_multiple_of(block) {
@@ -39,7 +47,8 @@ impl QuantizedExperts {
         }
         let Some(weights) = vb.stored() else { return Ok(None) };
         let names = NAMES.map(|name| vb.full_name(name));
-        for (name, want) in names.iter().zip([[hidden, width], [hidden, width], [width, hidden]]) {
+        for (name, want) in names.iter().zip([[hidden, width], [hidden, width], [width, hidden]]).skip(first)
+        {
             let (shape, want) = (weights.shape(name)?, [experts, want[0], want[1]]);
             if shape != want {
                 return Err(Error::Plan(format!("{name} has shape {shape:?}, and the layer wants {want:?}")));
@@ -63,7 +72,7 @@ impl QuantizedExperts {
         let of_rank = |(axis, sizes): &(usize, Sizes)| range(sizes, mesh.coordinate()[*axis]);
         let columns = cut.as_ref().map_or(0..hidden, of_rank);
         let mine = range(&axes.sizes, axes.experts.map_or(0, |axis| mesh.coordinate()[axis]));
-        let read = |expert: usize| -> Result<Option<[QuantizedMatrix; 3]>> {
+        let read = |expert: usize| -> Result<Option<QuantizedExpert>> {
             if columns.is_empty() {
                 return Ok(None);
             }
@@ -78,8 +87,10 @@ impl QuantizedExperts {
                 Ok::<_, Error>(matrix)
             };
             let (rows, all) = (columns.clone(), 0..width);
-            let (gate, up) = (part(0, [rows.clone(), all.clone()])?, part(1, [rows.clone(), all.clone()])?);
-            Ok(Some([gate, up, part(2, [all, rows])?]))
+            let of_hidden = |which: usize| part(which, [rows.clone(), all.clone()]);
+            let gate = (first == 0).then(|| of_hidden(0)).transpose()?;
+            let up = of_hidden(1)?;
+            Ok(Some(QuantizedExpert { gate, up, down: part(2, [all.clone(), rows.clone()])? }))
         };
         let own = mine.map(read).collect::<Result<_>>()?;
         Ok(Some(Self { own, hidden: columns.len(), cut }))
@@ -101,16 +112,19 @@ impl QuantizedExperts {
         self.own.len()
     }
 
-    /// Returns what gate and up make of rows `x` `[n, width]` that are sorted by expert, `counts` for each, where there is
+    /// Returns what gate, if there is one, and up make of rows `x` `[n, width]` that are sorted by expert, `counts` for each, where there is
     /// [something to multiply](Self::is_idle).
-    pub(super) fn hidden(&self, x: &Tensor, counts: &[usize]) -> Result<[Tensor; 2]> {
-        let both = self.products(x, counts, |[gate, up, _]| vec![gate, up])?;
-        Ok([both.narrow(1, 0, self.hidden)?, both.narrow(1, self.hidden, self.hidden)?])
+    pub(super) fn hidden(&self, x: &Tensor, counts: &[usize]) -> Result<(Option<Tensor>, Tensor)> {
+        let made = self.products(x, counts, |expert| expert.gate.iter().chain([&expert.up]).collect())?;
+        if made.dim(1)? == self.hidden {
+            return Ok((None, made));
+        }
+        Ok((Some(made.narrow(1, 0, self.hidden)?), made.narrow(1, self.hidden, self.hidden)?))
     }
 
     /// Returns what down makes of their hidden values.
     pub(super) fn down(&self, inner: &Tensor, counts: &[usize]) -> Result<Tensor> {
-        self.products(inner, counts, |[_, _, down]| vec![down])
+        self.products(inner, counts, |expert| vec![&expert.down])
     }
 
     /// Returns the products of each expert's rows with some of its matrices, one beside another.
@@ -118,12 +132,12 @@ impl QuantizedExperts {
         &self,
         x: &Tensor,
         counts: &[usize],
-        of: impl Fn(&[QuantizedMatrix; 3]) -> Vec<&QuantizedMatrix>,
+        of: impl Fn(&QuantizedExpert) -> Vec<&QuantizedMatrix>,
     ) -> Result<Tensor> {
         let (mut made, mut start) = (Vec::new(), 0);
         for (expert, &count) in self.own.iter().zip(counts).filter(|(_, count)| **count > 0) {
-            let Some(matrices) = expert else { continue };
-            made.push(kernels::quantized_linear(&x.narrow(0, start, count)?, &of(matrices))?);
+            let Some(expert) = expert else { continue };
+            made.push(kernels::quantized_linear(&x.narrow(0, start, count)?, &of(expert))?);
             start += count;
         }
         Ok(Tensor::cat(&made, 0)?)

@@ -36,11 +36,12 @@ pub(super) struct RouterOutput {
 
 impl Router {
     pub(super) fn new(config: &MoEConfig, vb: &MeshVarBuilder) -> Result<Self> {
-        let dims = [Width::from(config.experts), config.width.into()];
-        let weight = vb.part(&dims, "weight".into(), init(config.width), Replicate, false)?;
+        let width = config.by_width();
+        let dims = [Width::from(config.experts), width.into()];
+        let weight = vb.part(&dims, "weight".into(), init(width), Replicate, false)?;
         let logit_bias = || {
             let dims = [Width::from(config.experts)];
-            vb.part(&dims, "logit_bias".into(), init(config.width), Replicate, false)
+            vb.part(&dims, "logit_bias".into(), init(width), Replicate, false)
         };
         let logit_bias = config.logit_bias.then(logit_bias).transpose()?;
         let expert_scale = || {
@@ -66,7 +67,9 @@ impl Router {
         let indexes = choices(scores.spec(), &chosen, config.top_k, scores.device())?;
         let mut weights = scores.gather(&indexes, last)?;
         if config.normalize {
-            weights = weights.div(weights.sum_keepdim(last)?.add(config.normalize_epsilon)?)?;
+            let sum = weights.sum_keepdim(last)?.add(config.normalize_epsilon)?;
+            let least = config.normalize_least;
+            weights = weights.div(if least == 0.0 { sum } else { sum.maximum(least)? })?;
         }
         if config.scale != 1.0 {
             weights = weights.affine(config.scale, 0.0)?;

@@ -29,14 +29,28 @@ fn up(dtype: DType) -> Tensor {
     values(&SHAPE, 2, dtype)
 }
 
-fn plain(dtype: DType) -> candle_core::Result<Plain> {
-    let layer = Moe::new(&gemma(), 3, dtype, &Device::Cpu)?;
+/// Experts without gates that tokens of another width choose, as in Nemotron 3.
+fn nemotron() -> MoEConfig {
+    config(5, 2).tensor_axis("tp").normalize(true).expert_gate(ExpertGate::SquaredRelu).router_width(4usize)
+}
+
+/// The shape of the tokens that choose.
+fn by_shape(config: &MoEConfig) -> [usize; 3] {
+    [SHAPE[0], SHAPE[1], config.router_width.unwrap_or(SHAPE[2])]
+}
+
+fn plain(config: &MoEConfig, dtype: DType) -> candle_core::Result<Plain> {
+    let layer = Moe::new(config, 3, dtype, &Device::Cpu)?;
     let factors = (values(&[5], 9, dtype) + 0.25)?;
-    let (_, scale) = layer.vars().iter().find(|(name, _)| name == SCALE).unwrap();
-    scale.set(&factors)?;
-    let inputs = [Var::from_tensor(&values(&SHAPE, 1, dtype))?, Var::from_tensor(&values(&SHAPE, 4, dtype))?];
+    if let Some((_, scale)) = layer.vars().iter().find(|(name, _)| name == SCALE) {
+        scale.set(&factors)?;
+    }
+    let by = values(&by_shape(config), 4, dtype);
+    let inputs = [Var::from_tensor(&values(&SHAPE, 1, dtype))?, Var::from_tensor(&by)?];
     let made = layer.forward_by(&inputs[0], &inputs[1])?;
-    assert_ne!(made.choices, layer.forward(&inputs[0])?.choices);
+    if config.router_width.is_none() {
+        assert_ne!(made.choices, layer.forward(&inputs[0])?.choices);
+    }
     let grads = (&made.output * up(dtype))?.sum_all()?.backward()?;
     let grad = |var: &Var| grads.get(var).unwrap().clone();
     let of_inputs = inputs.each_ref().map(grad);
@@ -45,18 +59,20 @@ fn plain(dtype: DType) -> candle_core::Result<Plain> {
 }
 
 /// The largest error of the output and of all gradients, with tokens in this layout.
-fn error(plain: &Plain, spec: &Spec) -> Result<f64> {
+fn error(config: &MoEConfig, plain: &Plain, spec: &Spec) -> Result<f64> {
     let (mesh, dtype) = (spec.mesh(), spec.dtype());
     let vb = MeshVarBuilder::fresh(3, mesh, Plan::new("ep"), dtype, &device())?;
-    let layer = MoE::new(gemma(), &vb)?;
+    let layer = MoE::new(config.clone(), &vb)?;
     let parameters = vb.finish()?;
-    let scale = parameters.iter().find(|parameter| parameter.name == SCALE).unwrap();
-    scale.var.set(&plain.factors.to_device(&device())?)?;
-    let input = |var: &Var| {
+    if let Some(scale) = parameters.iter().find(|parameter| parameter.name == SCALE) {
+        scale.var.set(&plain.factors.to_device(&device())?)?;
+    }
+    let input = |var: &Var, spec: &Spec| {
         let local = block(var, spec)?.detach().force_contiguous()?.to_device(&device())?;
         DTensor::from_local_with_spec(local, spec.clone())?.to_var()
     };
-    let ((x, of_x), (by, of_by)) = (input(&plain.inputs[0])?, input(&plain.inputs[1])?);
+    let of_choice = Spec::new(mesh, spec.placements(), by_shape(config).to_vec(), dtype)?;
+    let ((x, of_x), (by, of_by)) = (input(&plain.inputs[0], spec)?, input(&plain.inputs[1], &of_choice)?);
     let made = layer.forward_by(&x, &by, TRAIN)?;
     assert_eq!((made.output.spec(), &made.load.experts), (spec, &plain.made.counts));
     let mut worst = value_error(&made.output, &plain.made.output)?;
@@ -66,7 +82,7 @@ fn error(plain: &Plain, spec: &Spec) -> Result<f64> {
         let got = parameter.grad(&grads)?.unwrap_or_else(|| panic!("no gradient of {}", parameter.name));
         worst = worst.max(distance(got.to_local(), &block(&plain.grads[&parameter.name], got.spec())?));
     }
-    for (var, want) in [of_x, of_by].iter().zip(&plain.of_inputs) {
+    for ((var, spec), want) in [(of_x, spec), (of_by, &of_choice)].iter().zip(&plain.of_inputs) {
         let got = grads.get(var).cloned().map_or_else(|| var.zeros_like(), Ok)?;
         worst = worst.max(distance(&got, &block(want, spec)?));
     }
@@ -78,8 +94,11 @@ fn experts_that_other_tokens_choose_equal_one_device() {
     for [ep, tp] in [[1, 1], [1, 2], [1, 3], [2, 1], [3, 1], [2, 2]] {
         on_ranks(ep * tp, "chosen by others", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("ep", ep), ("tp", tp)])?;
-            for dtype in [DType::F64, DType::F32] {
-                let plain = plain(dtype)?;
+            let cases = [DType::F64, DType::F32]
+                .into_iter()
+                .flat_map(|dtype| [(gemma(), dtype), (nemotron(), dtype)]);
+            for (config, dtype) in cases {
+                let plain = plain(&config, dtype)?;
                 let layouts: [[Placement; 2]; 4] = [
                     [Shard(0), Replicate],
                     [Shard(1), Replicate],
@@ -87,7 +106,8 @@ fn experts_that_other_tokens_choose_equal_one_device() {
                     [Shard(0), Shard(1)], // sequence parallel
                 ];
                 for at in layouts {
-                    let error = error(&plain, &Spec::new(&mesh, &at, plain.made.output.shape(), dtype)?)?;
+                    let error =
+                        error(&config, &plain, &Spec::new(&mesh, &at, plain.made.output.shape(), dtype)?)?;
                     assert!(error < allowed(dtype), "{dtype:?} on {ep} × {tp}, {at:?}: {error:e}");
                 }
             }

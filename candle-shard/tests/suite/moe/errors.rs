@@ -24,6 +24,7 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
         (config(4, 1).groups(groups(2, 3)), &["3 of 2 groups"]),
         (config(4, 1).groups(ExpertGroups { count: 2, chosen: 1, best: 0 }), &["best 0 scores"]),
         (config(4, 1).normalize_epsilon(f64::INFINITY), &["normalize_epsilon inf"]),
+        (config(4, 1).normalize_least(f64::NAN), &["normalize_least NaN"]),
         (
             config(4, 1).expert_gate(ExpertGate::Clamped { alpha: 1.7, limit: 0.0 }),
             &["alpha 1.7 and limit 0", "expected positive numbers"],

@@ -48,6 +48,10 @@ fn every_router_equals_one_device() {
         softmax.clone().logit_bias(true).normalize(true).z_weight(0.1),
         softmax.clone().scores(Scores::Sigmoid).normalize(true).normalize_epsilon(0.5).scale(1.8),
         softmax.clone().shared_hidden(4).shared_gate(true),
+        // A sum of some tokens is below the least one.
+        softmax.clone().normalize(true).normalize_epsilon(0.0).normalize_least(0.5),
+        softmax.clone().scores(Scores::Sigmoid).normalize(true).expert_gate(ExpertGate::SquaredRelu),
+        softmax.clone().expert_bias(true).expert_gate(ExpertGate::SquaredRelu).capacity_factor(0.7),
         softmax.clone().normalize(true).logit_bias(true).expert_bias(true).expert_gate(CLAMPED),
         softmax.clone().scores(Scores::Sigmoid).weigh_inputs(true).shared_hidden(4),
         softmax.clone().weigh_inputs(true).normalize(true).logit_bias(true).expert_bias(true),

@@ -13,6 +13,8 @@ const CPU: Device = Device::Cpu;
 const EXPERTS: usize = 4;
 const WIDTH: usize = 64;
 const HIDDEN: usize = 96;
+/// The gate of experts that have biases.
+const BIASED: ExpertGate = ExpertGate::Clamped { alpha: 1.702, limit: 2.0 };
 
 fn write(path: &Path, dtype: GgmlDType) {
     let made = |shape: &[usize], seed: usize, dtype: GgmlDType| {
@@ -40,7 +42,7 @@ fn run(
     [ep, tp]: [usize; 2],
     is_cut: bool,
     shares: Option<Shares>,
-    (as_floats, is_biased): (bool, bool),
+    (as_floats, gate): (bool, ExpertGate),
 ) -> Result<Made> {
     let mesh = ctx.mesh(&[("ep", ep), ("tp", tp)])?;
     let plan = Plan::new("tp").with_shares(shares);
@@ -48,10 +50,7 @@ fn run(
     let vb = if as_floats { vb.dequantized() } else { vb };
     let config =
         MoEConfig::new(WIDTH, HIDDEN, EXPERTS, 2).normalize(true).expert_axis("ep").tensor_axis("tp");
-    let config = match is_biased {
-        true => config.expert_bias(true).expert_gate(ExpertGate::Clamped { alpha: 1.702, limit: 2.0 }),
-        false => config,
-    };
+    let config = config.expert_bias(gate == BIASED).expert_gate(gate);
     let layer = MoE::new(config, &vb)?;
     let placements = if is_cut { [Shard(0), Replicate] } else { [Replicate; 2] };
     let (x, var) = DTensor::distribute(&values(&[7, WIDTH], 5, DType::F32), &mesh, &placements)?.to_var()?;
@@ -77,11 +76,11 @@ fn on(
     mesh: [usize; 2],
     is_cut: bool,
     shares: Option<&str>,
-    (as_floats, is_biased): (bool, bool),
+    (as_floats, gate): (bool, ExpertGate),
 ) -> Vec<Made> {
     let (path, shares): (PathBuf, _) = (path.into(), shares.map(|shares| shares.parse::<Shares>().unwrap()));
     on_ranks(mesh.iter().product(), "quantized experts", move |ctx| {
-        run(&path, ctx, mesh, is_cut, shares.clone(), (as_floats, is_biased))
+        run(&path, ctx, mesh, is_cut, shares.clone(), (as_floats, gate))
     })
     .into_iter()
     .collect()
@@ -97,13 +96,14 @@ fn assert_near(got: &[f32], want: &[f32], relative: f32, what: &str) {
 #[test]
 fn quantized_experts_compute_what_one_device_does_and_nearly_what_floats_do() {
     let folder = Scratch::new("quantized-experts");
+    let gates = [ExpertGate::Silu, BIASED, ExpertGate::SquaredRelu];
     let cases =
-        [GgmlDType::Q8_0, GgmlDType::Q4_1].into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]);
-    for (dtype, is_biased) in cases {
+        [GgmlDType::Q8_0, GgmlDType::Q4_1].into_iter().flat_map(|dtype| gates.map(|gate| (dtype, gate)));
+    for (dtype, gate) in cases {
         let path = folder.path(format!("{dtype:?}.gguf"));
         write(&path, dtype);
-        let one = on(&path, [1, 1], false, None, (false, is_biased)).remove(0);
-        let floats = on(&path, [1, 1], false, None, (true, is_biased)).remove(0);
+        let one = on(&path, [1, 1], false, None, (false, gate)).remove(0);
+        let floats = on(&path, [1, 1], false, None, (true, gate)).remove(0);
         assert_eq!(floats.3, 0);
         for (got, want) in [(&one.0, &floats.0), (&one.1, &floats.1), (&one.2, &floats.2)] {
             assert_near(got, want, 0.05, &format!("{dtype:?} against floats"));
@@ -121,10 +121,9 @@ fn quantized_experts_compute_what_one_device_does_and_nearly_what_floats_do() {
         ];
         for (mesh, shares) in meshes {
             for is_cut in [true, false] {
-                let what = format!(
-                    "{dtype:?} on {mesh:?} in shares {shares:?}, tokens cut: {is_cut}, biased: {is_biased}"
-                );
-                let ranks = on(&path, mesh, is_cut, shares, (false, is_biased));
+                let what =
+                    format!("{dtype:?} on {mesh:?} in shares {shares:?}, tokens cut: {is_cut}, {gate:?}");
+                let ranks = on(&path, mesh, is_cut, shares, (false, gate));
                 for (output, input, router, _) in &ranks {
                     assert_near(output, &one.0, 1e-5, &what);
                     assert_near(input, &one.1, 1e-4, &what);

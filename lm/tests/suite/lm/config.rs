@@ -437,6 +437,7 @@ fn configs_of_older_transformers_say_the_same_of_newer_families() {
         ("stablelm", json!({"rope_theta": 10_000.0})),
         ("lfm2 moe", json!({"rope_theta": 10_000.0, "tie_embedding": true})),
         ("granite moe", json!({"rope_theta": 10_000.0})),
+        ("ernie moe", json!({"rope_theta": 10_000.0})),
         ("starcoder2", json!({"rope_theta": 10_000.0, "mlp_type": "default", "norm_type": "layer_norm"})),
         ("gemma", json!({"rope_theta": 10_000.0, "hidden_act": "gelu"})),
         (
@@ -492,6 +493,13 @@ fn configs_of_older_transformers_say_the_same_of_newer_families() {
             json!({
                 "activation_function": "gelu", "attention_softmax_in_fp32": true, "layer_norm_epsilon": 1e-5,
                 "scale_attention_softmax_in_fp32": true, "scale_attn_weights": true,
+            }),
+        ),
+        (
+            "ernie moe",
+            json!({
+                "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_use_aux_free": true, "moe_layer_end_index": -1,
+                "num_nextn_predict_layers": 1,
             }),
         ),
         ("qwen3 moe", json!({"qkv_bias": false, "shared_expert_intermediate_size": 0, "use_qk_norm": true})),
@@ -570,6 +578,10 @@ fn what_newer_families_do_not_compute_is_refused_by_name() {
         ("llama with biases", json!({"rope_parameters": alpha}), "alpha (50.0)"),
         ("ernie", json!({"compression_ratio": 2.0}), "compression_ratio is 2.0"),
         ("ernie", json!({"attention_bias": true}), "attention_bias is true"),
+        ("ernie moe", json!({"use_bias": true}), "use_bias is true"),
+        ("ernie moe", json!({"moe_gate": "top2"}), "moe_gate is \"top2\""),
+        ("ernie moe", json!({"moe_k": 7}), "num_experts_per_tok is 7, and there are 6 experts"),
+        ("ernie moe", json!({"moe_norm_min": -1.0}), "moe_norm_min is -1"),
         ("glm", json!({"sliding_window": 4}), "sliding_window is 4"),
         ("olmo3", json!({"rope_local_base_freq": 10_000.0}), "rope_local_base_freq"),
         ("ministral3", json!({"rope_parameters": null}), "there is no llama_4_scaling_beta"),

@@ -126,10 +126,13 @@ fn as_in_memory(config: &Config) -> HashMap<String, Tensor> {
         let shape = config.tensors().into_iter().find(|(known, _)| *known == name).unwrap().1[1..].to_vec();
         Tensor::stack(&parts.iter().map(|part| weight(part, &shape)).collect::<Vec<_>>(), 0).unwrap()
     };
+    let experts = config.parts.experts.as_ref().unwrap();
+    let has_gate = experts.gate.has_gate();
+    let shapes: HashMap<String, Vec<usize>> = config.stored().into_iter().collect();
     // What files have in one is so in memory too.
     let fused = config.fused();
     let is_part = |name: &String| fused.iter().any(|(_, parts)| parts.iter().any(|(part, _)| part == name));
-    let is_whole = |name: &String| fused.iter().any(|(whole, _)| whole == name);
+    let is_whole = |name: &String| fused.iter().any(|(whole, _)| config.stored_name(whole) == *name);
     let whole = config.stored().into_iter().filter(|(name, _)| is_whole(name));
     let mut tensors: HashMap<String, Tensor> =
         whole.map(|(name, shape)| (name.clone(), weight(&name, &shape))).collect();
@@ -140,17 +143,21 @@ fn as_in_memory(config: &Config) -> HashMap<String, Tensor> {
                 let both = Tensor::cat(&[gate, up], 1).unwrap();
                 tensors.insert(format!("{layer}.mlp.experts.gate_up_proj"), both);
             }
-            Some((_, "experts.up_proj")) => {}
-            Some((_, "experts.down_proj")) => drop(tensors.insert(name.clone(), stack(name))),
+            Some((_, "experts.up_proj")) if has_gate => {}
+            Some((layer, part @ ("experts.up_proj" | "experts.down_proj"))) => {
+                let module = experts.names.module.trim_end_matches("experts");
+                tensors.insert(format!("{layer}.{module}{part}"), stack(name.clone()));
+            }
             Some((layer, "router.weight")) => {
                 let router = weight(&config.stored_name(&name), &shape);
                 tensors.insert(format!("{layer}.mlp.gate.weight"), router);
             }
             Some((layer, "router.bias")) => {
                 let stored = config.stored_name(&name);
-                let name = stored.replace("block_sparse_moe", "mlp");
-                assert!(name.starts_with(layer));
-                tensors.insert(name, weight(&stored, &shape));
+                let shape = &shapes[&stored];
+                let module = stored.split_once(&layer[layer.find(".layers.").unwrap()..]).unwrap().1;
+                let module = module.replace("block_sparse_moe", "mlp").replace("mlp.moe", "mlp.gate.moe");
+                tensors.insert(format!("{layer}{module}"), weight(&stored, shape));
             }
             _ => {
                 let stored = config.stored_name(&name);

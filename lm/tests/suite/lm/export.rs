@@ -93,6 +93,7 @@ fn exported_files_compute_what_their_folders_compute() {
         "starcoder2",
         "llama4 of llama.cpp",
         "hunyuan moe",
+        "ernie moe",
     ];
     let mut done = Vec::new();
     for mut model in models {

@@ -21,7 +21,7 @@ use crate::lm::families::{Families, Family, families, greedy, logits, stored};
 use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
-const MODULES: [(&str, &str); 67] = [
+const MODULES: [(&str, &str); 69] = [
     ("token_embd", "model.embed_tokens"),
     ("per_layer_token_embd", "model.embed_tokens_per_layer"),
     ("per_layer_model_proj", "model.per_layer_model_projection"),
@@ -65,6 +65,8 @@ const MODULES: [(&str, &str); 67] = [
     ("ffn_up_shexp", "mlp.shared_mlp.up_proj"),
     ("ffn_down_shexp", "mlp.shared_mlp.down_proj"),
     ("ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
+    ("ffn_latent_down", "mlp.fc1_latent_proj"),
+    ("ffn_latent_up", "mlp.fc2_latent_proj"),
     ("ffn_gate_exps", "mlp.experts.gate_proj"),
     ("ffn_up_exps", "mlp.experts.up_proj"),
     ("ffn_down_exps", "mlp.experts.down_proj"),
@@ -138,6 +140,9 @@ fn named(name: &str, has_four: bool, kind: &str) -> String {
         "post_attention_layernorm" => "ffn_norm",
         _ => MODULES.iter().find(|(_, hub)| *hub == inner).unwrap_or_else(|| panic!("{name}")).0,
     };
+    if let (Some((layer, _)), "falcon-h1", "ffn_norm") = (layer, kind, gguf) {
+        return format!("blk.{layer}.ffn_norm");
+    }
     layer.map_or(format!("{gguf}.{parameter}"), |(layer, _)| format!("blk.{layer}.{gguf}.{parameter}"))
 }
 
@@ -265,6 +270,34 @@ fn delta(config: &Config, kind: &str, old: bool, tensors: &mut HashMap<String, T
     assert!(kind != "qwen3next" || tensors.keys().all(|name| !name.ends_with("in_proj_b.weight")));
 }
 
+/// Multiplies the weights of Falcon by the factors of what they make, as a converter does.
+fn with_factors(fields: &Value, config: &Config, tensors: &mut HashMap<String, Tensor>) {
+    let factor = |name: &str| fields[format!("{name}_multiplier")].as_f64().unwrap();
+    let of_list = |name: &str, at: usize| fields[format!("{name}_multipliers")][at].as_f64().unwrap();
+    let heads = config.parts.mixer(0).mamba().unwrap();
+    let rows = heads.inputs().into_iter().enumerate();
+    let rows: Vec<f32> = rows.flat_map(|(at, (_, rows))| vec![of_list("ssm", at) as f32; rows]).collect();
+    let rows = Tensor::new(rows, &Device::Cpu).unwrap().unsqueeze(1).unwrap();
+    for (name, tensor) in tensors.iter_mut() {
+        let all = match () {
+            () if name.contains("mlp.down_proj") => of_list("mlp", 1),
+            () if name.contains("mlp.gate_proj") => of_list("mlp", 0),
+            () if name.contains("k_proj") => factor("key") * factor("attention_in"),
+            () if name.contains("q_proj") || name.contains("v_proj") => factor("attention_in"),
+            () if name.contains("o_proj") => factor("attention_out"),
+            () if name.contains("mamba.out_proj") => factor("ssm_out"),
+            () if name.contains("mamba.in_proj") => {
+                *tensor = tensor.broadcast_mul(&rows).unwrap();
+                factor("ssm_in")
+            }
+            () if name == "lm_head.weight" => factor("lm_head"),
+            () if name == "model.embed_tokens.weight" => factor("embedding"),
+            () => 1.0,
+        };
+        *tensor = (&*tensor * all).unwrap();
+    }
+}
+
 /// Writes the model of a config as a converter does; matrices whose rows are whole blocks become `dtype`.
 pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
     write_as(path, fields, dtype, false);
@@ -297,12 +330,15 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         "qwen3_5_text" => "qwen35",
         "qwen3_5_moe_text" => "qwen35moe",
         "qwen3_next" => "qwen3next",
+        "ernie4_5_moe" => "ernie4_5-moe",
+        "falcon_h1" => "falcon-h1",
+        "nemotron_h" if config.parts.experts.is_some() => "nemotron_h_moe",
         other => other,
     };
     let (is_gemma, is_permuted) = (
         ["gemma2", "gemma3", "gemma4"].contains(&kind),
-        ["llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee", "nemotron_h"]
-            .contains(&kind),
+        ["llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee"].contains(&kind)
+            || kind.starts_with("nemotron_h"),
     );
     let heads = config.heads();
     let mut tensors: HashMap<String, QTensor> = HashMap::new();
@@ -311,6 +347,9 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         apart(&config, &mut all);
     }
     delta(&config, kind, old, &mut all);
+    if kind == "falcon-h1" {
+        with_factors(fields, &config, &mut all);
+    }
     for (name, tensor) in all {
         let tensor = match &name {
             name if config.parts.norms_add_one
@@ -327,7 +366,9 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
             name if name.ends_with(".mamba.D") => tensor.unsqueeze(1).unwrap(),
             name if name.ends_with(".mamba.norm.weight") => by_groups(&config, &tensor),
             // A converter leaves out dims of 1.
-            name if name.contains("shared_expert_gate") => tensor.flatten_all().unwrap(),
+            name if name.contains("shared_expert_gate") || name.ends_with(".mlp.router.bias") => {
+                tensor.flatten_all().unwrap()
+            }
             name if is_permuted && name.contains("q_proj") => permuted(&tensor, heads.query),
             name if is_permuted && name.contains("k_proj") => permuted(&tensor, heads.key_value),
             _ => tensor,
@@ -421,6 +462,16 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
             metadata.push(("expert_shared_count", Stored::U32(1)));
             metadata.push(("expert_shared_feed_forward_length", Stored::U32(experts.shared as u32)));
         }
+        if kind == "ernie4_5-moe" {
+            metadata.extend([
+                ("leading_dense_block_count", size("moe_layer_start_index")),
+                ("interleave_moe_layer_step", size("moe_layer_interval")),
+                ("expert_feed_forward_length", Stored::U32(experts.hidden as u32)),
+                ("expert_shared_count", size("moe_num_shared_experts")),
+            ]);
+            let shared = Stored::U32(experts.shared as u32);
+            metadata.extend((experts.shared > 0).then_some(("expert_shared_feed_forward_length", shared)));
+        }
         if kind == "llama4" {
             metadata.push(("interleave_moe_layer_step", size("interleave_moe_layer_step")));
         }
@@ -493,6 +544,9 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         metadata.push(("rope.scaling.yarn_attn_factor", Stored::F32(0.1 * 4f32.ln() + 1.0)));
     }
     states(kind, &config, &mut metadata);
+    if kind == "nemotron_h_moe" {
+        nemotron(&config, &mut metadata, &mut tensors);
+    }
     if DELTA.contains(&kind) {
         delta_states(kind, &config, &mut metadata);
         // One more layer than the model has, which predicts further tokens.
@@ -522,20 +576,13 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
 
 /// The weights of the norms of groups in a matrix.
 fn by_groups(config: &Config, tensor: &Tensor) -> Tensor {
-    let groups = config.parts.mixers.iter().find_map(|mixer| match mixer {
-        MixerKind::Mamba(heads) => Some(heads.groups),
-        _ => None,
-    });
+    let groups = config.parts.mixers.iter().find_map(|mixer| mixer.mamba()).map(|heads| heads.groups);
     tensor.reshape((groups.unwrap(), ())).unwrap()
 }
 
 /// What a converter writes of layers of Mamba 2.
 fn states(kind: &str, config: &Config, metadata: &mut Vec<(&str, Stored)>) {
-    let heads = config.parts.mixers.iter().find_map(|mixer| match mixer {
-        MixerKind::Mamba(heads) => Some(*heads),
-        _ => None,
-    });
-    let Some(heads) = heads else { return };
+    let Some(heads) = config.parts.mixers.iter().find_map(|mixer| mixer.mamba()) else { return };
     let number = |n: usize| Stored::U32(n as u32);
     metadata.extend([
         ("ssm.conv_kernel", number(heads.taps)),
@@ -555,6 +602,9 @@ fn states(kind: &str, config: &Config, metadata: &mut Vec<(&str, Stored)>) {
         }
         return;
     }
+    if kind == "falcon-h1" {
+        return;
+    }
     let of_layers = |of: &dyn Fn(MixerKind) -> usize| {
         Stored::Array(config.parts.mixers.iter().map(|mixer| Stored::I32(of(*mixer) as i32)).collect())
     };
@@ -562,13 +612,53 @@ fn states(kind: &str, config: &Config, metadata: &mut Vec<(&str, Stored)>) {
     let inner = of_layers(&|mixer| if mixer == MixerKind::None { config.intermediate_size } else { 0 });
     metadata.retain(|(key, _)| *key != "attention.head_count_kv");
     metadata.push(("attention.head_count_kv", keys));
-    if kind == "nemotron_h" {
+    if kind.starts_with("nemotron_h") {
         metadata.retain(|(key, _)| *key != "feed_forward_length");
         metadata.push(("feed_forward_length", inner));
     } else {
         let shared = config.parts.experts.as_ref().map_or(config.intermediate_size, |experts| experts.shared);
         metadata.push(("rope.scaling.finetuned", Stored::Bool(config.parts.is_rotary(0))));
         metadata.push(("expert_shared_feed_forward_length", number(shared)));
+    }
+}
+
+/// What a converter writes of experts of NVIDIA's hybrids, and one more layer than the model has, which predicts further tokens.
+fn nemotron(config: &Config, metadata: &mut Vec<(&str, Stored)>, tensors: &mut HashMap<String, QTensor>) {
+    let experts = config.parts.experts.as_ref().unwrap();
+    let number = |n: usize| Stored::U32(n as u32);
+    metadata.extend([
+        ("expert_feed_forward_length", number(experts.hidden)),
+        ("expert_shared_feed_forward_length", number(experts.shared)),
+        ("expert_shared_count", number(1)),
+        ("expert_weights_norm", Stored::Bool(experts.normalize)),
+        ("expert_weights_scale", Stored::F32(experts.scale as f32)),
+        ("expert_group_count", number(experts.groups.map_or(1, |groups| groups.count))),
+        ("nextn_predict_layers", number(1)),
+    ]);
+    metadata.extend(experts.groups.map(|groups| ("expert_group_used_count", number(groups.chosen))));
+    metadata.extend(experts.latent.map(|width| ("moe_latent_size", number(width))));
+    let inner = |layer: usize| match (config.parts.mixer(layer), experts.are_in(layer)) {
+        (MixerKind::None, true) => experts.hidden,
+        (MixerKind::None, false) => config.intermediate_size,
+        _ => 0,
+    };
+    let keys = |layer: usize| match config.parts.mixer(layer) {
+        MixerKind::Attention => config.heads().key_value,
+        _ => 0,
+    };
+    let layers = 0..config.num_hidden_layers;
+    let list = |of: Vec<usize>| Stored::Array(of.into_iter().map(|n| Stored::I32(n as i32)).collect());
+    let own = ["block_count", "attention.head_count_kv", "feed_forward_length"];
+    metadata.retain(|(key, _)| !own.contains(key));
+    metadata.push(("block_count", number(layers.len() + 1)));
+    let of_draft = |of: usize| std::iter::once(of);
+    let keys = layers.clone().map(keys).chain(of_draft(config.heads().key_value)).collect();
+    metadata.push(("attention.head_count_kv", list(keys)));
+    let inner = layers.clone().map(inner).chain(of_draft(experts.hidden)).collect();
+    metadata.push(("feed_forward_length", list(inner)));
+    for name in ["nextn.eh_proj", "attn_q", "ffn_gate_inp"] {
+        let table = QTensor::quantize(&weight(name, &[4, 8]), GgmlDType::F32).unwrap();
+        tensors.insert(format!("blk.{}.{name}.weight", layers.end), table);
     }
 }
 
@@ -760,6 +850,8 @@ pub(crate) fn convertible() -> (Vec<u32>, Vec<Family>) {
         // Chunks of other lengths than llama.cpp has, and layers with and without positions in another order.
         "llama4",
         "llama4 with two experts",
+        // A norm before the gates, and a table that would be multiplied by two factors.
+        "falcon h1 with groups",
         // Weights that are not normalized, and windows that files do not say.
         "lfm2 moe with raw weights",
         "starcoder2 with windows",
@@ -772,8 +864,20 @@ pub(crate) fn convertible() -> (Vec<u32>, Vec<Family>) {
         if config.get("shared_intermediate_size").is_some() {
             config["shared_intermediate_size"] = json!(64);
         }
-        if let Some(hidden) = config.get_mut("moe_intermediate_size") {
-            *hidden = json!(64);
+        for name in ["moe_intermediate_size", "moe_shared_expert_intermediate_size"] {
+            if let Some(hidden) = config.get_mut(name) {
+                *hidden = json!(64);
+            }
+        }
+        if config["model_type"] == "ernie4_5_moe" {
+            // What files do not say, and a router would choose other experts for what blocks round off.
+            config["moe_norm_min"] = json!(1e-12);
+            config["moe_k"] = config["moe_num_experts"].clone();
+            // Each layer adds to what blocks round off.
+            config["num_hidden_layers"] = json!(3);
+        }
+        if config["moe_latent_size"].is_number() {
+            config["moe_latent_size"] = json!(32);
         }
         if config["model_type"] == "mistral4" {
             config["rope_parameters"].as_object_mut().unwrap().remove("partial_rotary_factor");

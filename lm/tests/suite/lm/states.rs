@@ -2,7 +2,6 @@
 
 use candle_core::DType;
 use candle_lm::config::Config;
-use candle_lm::config::mixers::MixerKind;
 use candle_lm::memory;
 use serde_json::{Value, json};
 
@@ -62,11 +61,14 @@ fn what_is_not_computed_is_refused_by_name() {
         ("granite hybrid with groups", json!({"mamba_n_groups": 4}), "4 groups do not divide the 6 heads"),
         ("mamba2", json!({"expand": 3}), "not expand 3 times hidden_size"),
         ("mamba2", json!({"rms_norm": false}), "rms_norm is false"),
-        (
-            "nemotron h",
-            json!({"layers_block_type": ["linear_attention", "moe"]}),
-            "layers_block_type has moe",
-        ),
+        ("nemotron h", json!({"layers_block_type": ["linear_attention", "conv"]}), "layer_types is"),
+        ("nemotron h with experts", json!({"mlp_bias": true}), "mlp_bias is true"),
+        ("nemotron h with latents", json!({"topk_group": 1}), "topk_group is 1"),
+        ("falcon h1", json!({"projectors_bias": true}), "projectors_bias is true"),
+        ("falcon h1", json!({"mlp_multipliers": [1.0]}), "mlp_multipliers is [1.0]"),
+        ("falcon h1", json!({"mamba_d_head": 8}), "together they are not the 80 of mamba_d_ssm"),
+        ("falcon h1", json!({"time_step_limit": [0.1, 1.0]}), "time_step_limit is"),
+        ("falcon h1", json!({"layer_types": ["hybrid", "mamba"]}), "layer_types is"),
         ("nemotron h", json!({"layers_block_type": null}), "there is no layers_block_type"),
         (
             "nemotron h",
@@ -85,9 +87,8 @@ fn what_is_not_computed_is_refused_by_name() {
 fn states_of_one_group_have_copies_of_what_it_reads_and_writes() {
     let bytes = |case: &str, tp: usize| {
         let config = Config::parse(&of_family(case).to_string()).unwrap();
-        let attention = (0..config.num_hidden_layers)
-            .filter(|&layer| config.parts.mixer(layer) == MixerKind::Attention)
-            .count();
+        let attention =
+            (0..config.num_hidden_layers).filter(|&layer| config.parts.mixer(layer).is_attention()).count();
         let heads = config.heads();
         let keys = if heads.key_value < tp { heads.query } else { heads.key_value };
         memory::cache_bytes(&config, DType::F32, [1, 10], [tp, 1, 1])
@@ -96,6 +97,8 @@ fn states_of_one_group_have_copies_of_what_it_reads_and_writes() {
     // 5 heads of 16 inputs with states of 6: three inputs of 80 channels and of 2 · 6 on each rank.
     let of_rank = |tp: usize| 4 * (3 * (80 + 12 * tp) + 80 * 6);
     assert_eq!([1, 2, 3].map(|tp| bytes("granite hybrid", tp)), [1, 2, 3].map(of_rank));
+    // As many in both layers, beside keys and values.
+    assert_eq!([1, 2, 3].map(|tp| bytes("falcon h1", tp)), [1, 2, 3].map(|tp| 2 * of_rank(tp)));
     // 8 heads of 8 inputs in 2 groups, in two layers.
     let all = 2 * 4 * (3 * (64 + 2 * 2 * 6) + 64 * 6);
     assert_eq!([1, 2].map(|tp| bytes("mamba2", tp)), [all; 2]);

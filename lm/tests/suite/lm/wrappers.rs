@@ -12,7 +12,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::lm::facts::weight;
-use crate::lm::families::{assert_logits, greedy};
+use crate::lm::families::{Families, assert_logits, families, greedy};
 
 #[derive(Deserialize)]
 struct Wrappers {
@@ -94,6 +94,19 @@ fn layers_that_draft_tokens_are_left_out_and_others_are_not() {
     save("model.language_model.layers.0.linear_attn.other.weight");
     let said = format!("{:#}", Files::open(folder.path()).unwrap_err());
     assert!(said.contains("model.layers.0.linear_attn.other.weight"), "{said}");
+}
+
+#[test]
+fn layers_of_ernie_that_draft_tokens_are_left_out() {
+    let Families { prompt, models } = families();
+    let model = models.into_iter().find(|model| model.case == "ernie moe").unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let mut stored = crate::lm::families::write(folder.path(), &model.config);
+    for name in ["model.mtp_block.0.self_attn.q_proj.weight", "model.mtp_emb_norm.0.weight"] {
+        stored.insert(name.to_owned(), weight(name, &[4, 4]));
+    }
+    candle_core::safetensors::save(&stored, folder.path().join("model.safetensors")).unwrap();
+    assert_logits(folder.path(), &prompt, &model.logits, "drafts of ERNIE");
 }
 
 /// The config of a model whose fields are not inside of another, as older files have it.
