@@ -48,7 +48,8 @@ fn on_rank(ctx: &RankContext, args: &Args) -> candle_shard::Result<Phases> {
     let put = |name: &str, heads: usize| {
         let even = Distribution::Uniform { lo: -1.0, up: 1.0 };
         let shape = [1, args.length, heads, args.dim];
-        let whole = sample_full(Stream::new(0, name), even, &shape, DType::F32, &Device::Cpu)?.to_dtype(args.dtype)?;
+        let whole = sample_full(Stream::new(0, name), even, &shape, DType::F32, &Device::Cpu)?
+            .to_dtype(args.dtype)?;
         order.distribute(&whole, 1, &mesh, &[Shard(1)])?.to_var()
     };
     let [(q, _), (k, _), (v, _)] =

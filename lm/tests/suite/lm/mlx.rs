@@ -230,9 +230,9 @@ fn folders_of_mlx_compute_the_logits_of_transformers() {
         let folder = tempfile::tempdir().unwrap();
         save(folder.path(), &config, &tensors);
         assert!(
-            tensors
-                .iter()
-                .any(|(name, tensor)| { !names.contains(name) || matches!(tensor.dims(), [_, taps, 1] if *taps > 1) }),
+            tensors.iter().any(|(name, tensor)| {
+                !names.contains(name) || matches!(tensor.dims(), [_, taps, 1] if *taps > 1)
+            }),
             "{case} is as on the Hub"
         );
         assert_logits(folder.path(), &prompt, &logits, &case);
