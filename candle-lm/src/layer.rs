@@ -11,7 +11,7 @@ use crate::balance::DecoderRouter;
 use crate::cache::{self, LayerTokens, SharedKeys};
 use crate::config::Config;
 use crate::config::mixers::MixerKind;
-use crate::config::parts::{LayerFactors, Norms};
+use crate::config::parts::{Multipliers, Norms};
 use crate::config::tensors::LAYER_SCALAR;
 use crate::delta_net::DeltaNet;
 use crate::feed_forward::FeedForward;
@@ -81,7 +81,7 @@ impl Mixer {
                 Self::DeltaNet(Box::new(DeltaNet::new(config, heads, &vb.pp("linear_attn"))?))
             }
             MixerKind::Both(heads) => {
-                let LayerFactors { attention_in, attention_out, states_out, .. } = config.parts.factors;
+                let Multipliers { attention_in, attention_out, states_out, .. } = config.parts.factors;
                 Self::Both(Box::new(AttentionAndMamba {
                     attention: SelfAttention::new(config, layer, &vb.pp("self_attn"))?,
                     mamba: Mamba::new(config, heads, &vb.pp("mamba"))?,

@@ -62,7 +62,7 @@ pub struct Parts {
     /// What logits are divided by.
     pub logits_divisor: f64,
     /// The factors of what layers and their parts get and make.
-    pub factors: LayerFactors,
+    pub factors: Multipliers,
     /// The modules that are several layers here, and one in files: [`FUSED_QKV`], [`FUSED_GATE`] and [`FUSED_SHARED`].
     pub fused: &'static [&'static str],
     /// The experts that replace the feed-forward networks of some layers.
@@ -97,7 +97,7 @@ pub struct Parts {
 
 /// Factors of what layers and their parts get and make, by which a model keeps the rates of a narrower one (muP).
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct LayerFactors {
+pub struct Multipliers {
     /// What attention gets.
     pub attention_in: f64,
     /// What attention makes.
@@ -112,7 +112,7 @@ pub struct LayerFactors {
     pub down: f64,
 }
 
-impl Default for LayerFactors {
+impl Default for Multipliers {
     fn default() -> Self {
         Self {
             attention_in: 1.0,
@@ -299,7 +299,7 @@ impl Default for Parts {
             embedding_scale: 1.0,
             branch_scale: 1.0,
             logits_divisor: 1.0,
-            factors: LayerFactors::default(),
+            factors: Multipliers::default(),
             fused: &[],
             experts: None,
             draft_layers: 0,

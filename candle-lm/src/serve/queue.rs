@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::request::{RequestError, ServeRequest};
-use super::speed::{PassReading, ReadingSpeed};
+use super::speed::{PassLoad, ReadingSpeed};
 use super::stream::{self, EventSender, RequestStream, TokenEvent, WeakSender};
 
 /// How much may wait.
@@ -333,7 +333,7 @@ impl RequestQueue {
     }
 
     /// Tells what the engine did, in a pass if there was one.
-    pub(super) fn tell(&self, tell: impl FnOnce(&mut ServeStatus), pass: Option<PassReading>) {
+    pub(super) fn tell(&self, tell: impl FnOnce(&mut ServeStatus), pass: Option<PassLoad>) {
         let mut state = self.0.state.lock();
         let was_idle = state.status.running == 0;
         tell(&mut state.status);
@@ -480,7 +480,7 @@ impl QueueContents {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
-    use super::{PassReading, QueueLimits, RequestQueue, ServeStatus, SubmitError};
+    use super::{PassLoad, QueueLimits, RequestQueue, ServeStatus, SubmitError};
     use crate::Sampling;
     use crate::serve::{RequestError, RequestStream, ServeRequest, TokenEvent};
     use std::time::{Duration, Instant};
@@ -543,7 +543,7 @@ mod tests {
     }
 
     /// After what time a full queue sends requests away, behind these passes.
-    fn retry_after(waiting: usize, passes: &[PassReading]) -> u64 {
+    fn retry_after(waiting: usize, passes: &[PassLoad]) -> u64 {
         let queue = opened(QueueLimits { requests: 1, tokens: 1 << 20 });
         let _kept = queue.submit(of_client(0, waiting)).unwrap();
         passes.iter().for_each(|&pass| queue.tell(|_| (), Some(pass)));
@@ -555,7 +555,7 @@ mod tests {
 
     #[test]
     fn what_waits_is_read_at_the_speed_of_all_passes_together() {
-        let pass = |prompt, seconds| PassReading { prompt, seconds, unread: 0 };
+        let pass = |prompt, seconds| PassLoad { prompt, seconds, unread: 0 };
         // Rank 0 waits for the other replicas only where it needs logits of them: a pass with 30 tokens of
         // another replica's prompt is over at once, and the next one lasts as long as both.
         let replicas = [pass(30, 1e-4), pass(1, 10.0)].repeat(40);
@@ -567,7 +567,7 @@ mod tests {
 
     #[test]
     fn what_waits_is_read_behind_the_prompts_that_have_slots() {
-        let pass = |unread| PassReading { prompt: 10, seconds: 1.0, unread };
+        let pass = |unread| PassLoad { prompt: 10, seconds: 1.0, unread };
         assert_eq!(retry_after(35, &[pass(0)]), 4);
         assert_eq!(retry_after(35, &[pass(500), pass(300)]), 34);
     }
@@ -608,7 +608,7 @@ mod tests {
         assert_eq!(queue.status().since_pass, None);
         let long = Duration::from_millis(60);
         // The very first pass, and then one behind a pause.
-        for pass in [None, Some(PassReading { prompt: 1, seconds: 0.1, unread: 0 })] {
+        for pass in [None, Some(PassLoad { prompt: 1, seconds: 0.1, unread: 0 })] {
             queue.tell(|status| status.running = 0, pass);
             std::thread::sleep(long);
             queue.tell(|status| status.running = 1, None);

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::order::RankOrder;
 use super::queue::{QueueMode, RequestQueue, ServeStatus};
 use super::request::{RequestError, ServeRequest, TokenMask};
-use super::speed::PassReading;
+use super::speed::PassLoad;
 use super::text::{RequestText, TextProgress};
 use crate::config::Config;
 use crate::config::tensors::EXPERTS;
@@ -355,7 +355,7 @@ impl Leader<'_> {
                 report.seconds += seconds;
                 let unread = self.replicas.iter().map(Scheduler::unread).sum();
                 let prompt = plans.iter().map(|plan| plan.prompt).sum();
-                self.tell(Some(PassReading { prompt, seconds, unread }));
+                self.tell(Some(PassLoad { prompt, seconds, unread }));
                 continue;
             }
             last = None;
@@ -469,7 +469,7 @@ impl Leader<'_> {
         });
     }
 
-    fn tell(&self, pass: Option<PassReading>) {
+    fn tell(&self, pass: Option<PassLoad>) {
         let used = self.replicas.iter().map(Scheduler::used_bytes).sum();
         let (again, preemptions) = self
             .replicas

@@ -5,7 +5,7 @@ const MEMORY: f64 = 60.0;
 
 /// What a pass read.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct PassReading {
+pub(super) struct PassLoad {
     /// How many tokens of prompts, of all replicas.
     pub(super) prompt: usize,
     /// The time since the pass before, or since the pass began if there was a pause. The time of a pass alone
@@ -25,7 +25,7 @@ pub(super) struct ReadingSpeed {
 }
 
 impl ReadingSpeed {
-    pub(super) fn take(&mut self, pass: PassReading) {
+    pub(super) fn take(&mut self, pass: PassLoad) {
         let kept = (-pass.seconds / MEMORY).exp();
         self.tokens = kept * self.tokens + pass.prompt as f64;
         self.seconds = kept * self.seconds + pass.seconds;
@@ -39,13 +39,13 @@ impl ReadingSpeed {
 
 #[cfg(test)]
 mod tests {
-    use super::{MEMORY, PassReading, ReadingSpeed};
+    use super::{MEMORY, PassLoad, ReadingSpeed};
 
     #[test]
     fn a_speed_is_that_of_the_last_passes() {
         let mut speed = ReadingSpeed::default();
         assert_eq!(speed.seconds_of(5), None);
-        let pass = |prompt, seconds| PassReading { prompt, seconds, unread: 0 };
+        let pass = |prompt, seconds| PassLoad { prompt, seconds, unread: 0 };
         speed.take(pass(0, 1.0));
         assert_eq!(speed.seconds_of(5), None);
         let mut after = |prompt, seconds: f64| {

@@ -9,7 +9,7 @@ use crate::config::fields::Plain::{False, True};
 use crate::config::fields::{Fields, positive, shortened};
 use crate::config::mamba::{MambaHeads, StateNorm};
 use crate::config::mixers::MixerKind;
-use crate::config::parts::{LayerFactors, Parts};
+use crate::config::parts::{Multipliers, Parts};
 
 /// Their rows.
 pub(super) static FAMILIES: [Family; 1] = [Family {
@@ -30,7 +30,7 @@ pub(super) static FAMILIES: [Family; 1] = [Family {
             scores_scale: Some(factor("key_multiplier")? / (head_dim(fields)? as f64).sqrt()),
             embedding_scale: factor("embedding_multiplier")?,
             logits_divisor: 1.0 / factor("lm_head_multiplier")?,
-            factors: LayerFactors {
+            factors: Multipliers {
                 attention_in: factor("attention_in_multiplier")?,
                 attention_out: factor("attention_out_multiplier")?,
                 states: factors(fields, "ssm_multipliers")?.map(|factor: f64| of_states * factor),
