@@ -184,8 +184,8 @@ fn write_codes(codes: &Path, whole: &Path, config: &Value, tensors: &Tensors) {
         let columns = *tensor.dims().last().unwrap();
         let module = name.strip_suffix(".weight").filter(|name| tensor.rank() > 1 && !name.contains("conv"));
         // mlx-lm quantizes what it can, and some modules with more bits.
-        let fits = [(2, 16), (4, 8), (8, 4)].into_iter().filter(|(_, size)| columns % size == 0);
-        let found = if name.contains("down_proj") { fits.last() } else { fits.clone().next() };
+        let mut fits = [(2, 16), (4, 8), (8, 4)].into_iter().filter(|(_, size)| columns % size == 0);
+        let found = if name.contains("down_proj") { fits.next_back() } else { fits.next() };
         let (Some(module), Some((bits, size))) = (module, found) else {
             quantized.insert(name.clone(), tensor.clone());
             plain.insert(name.clone(), tensor.clone());
