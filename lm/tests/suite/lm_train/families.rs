@@ -114,8 +114,12 @@ fn agrees(place: &Place, fact: &Fact, batch: &[Vec<u32>], mesh: &str) {
     for (loss, made) in ranks {
         assert_near(loss, fact.loss, &what);
         for (name, got) in made {
-            for (got, want) in got.into_iter().zip(fact.gradients[&name]) {
-                assert_near(got, want, &format!("{what}: the gradient of {name}"));
+            // The norm, and a sum in which terms cancel: it is as exact as the norm is, and not as what is left.
+            let want @ [norm, _] = fact.gradients[&name];
+            for (got, want) in got.into_iter().zip(want) {
+                let off = (got - want).abs();
+                let bound = 2e-5 * norm.max(1.0);
+                assert!(off < bound, "{what}: the gradient of {name}: {got} instead of {want}");
             }
             names.insert(name);
         }
