@@ -19,6 +19,9 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--length", "99999999"], &["--length 99999999", "too large"]),
         (&["--length", "1000000", "--dim", "100000"], &["--dim 100000", "too many elements"]),
         (&["--rounds", "0"], &["--rounds is 0"]),
+        (&["--window", "0"], &["--window is 0"]),
+        (&["--dtype", "u8"], &["--dtype u8", "bf16"]),
+        (&["--dtype", "f99"], &["--dtype", "f99"]),
         (&["--way", "spiral"], &["--way", "spiral", "ulysses"]),
         (&["--heads", "6", "--kv-heads", "4"], &["--heads 6", "--kv-heads 4", "multiple"]),
         (&["--json", "no-such-folder/out.json"], &["--json no-such-folder/out.json", "cannot be written"]),
@@ -84,4 +87,19 @@ fn a_rank_has_the_cores_divided_by_the_ranks_unless_the_flag_says_otherwise() {
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(report["rows"][0]["threads"], threads, "{flags:?}");
     }
+}
+
+#[test]
+fn numbers_of_16_bits_travel_in_half_as_many_bytes() {
+    let bytes = |flags: &[&str]| {
+        let output = bench(
+            &[&["--ranks", "2", "--length", "64", "--dim", "8", "--rounds", "1", "--json", "-"], flags]
+                .concat(),
+        );
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        report["rows"][0]["bytes"].as_u64().unwrap()
+    };
+    let whole = bytes(&[]);
+    assert_eq!(bytes(&["--dtype", "bf16"]) * 2, whole);
 }
