@@ -7,14 +7,12 @@ Writes the table into benchmarks/results/attention.md and the runs into attentio
 A number is the median over the rounds of medians over calls; a ratio is the median over the rounds of ours by PyTorch's. `1 × 2` is one rank of
 two threads, compared with PyTorch on two threads, as is `2 × 1`, two ranks of one thread (ring attention).
 """
-import argparse
 import datetime
 import json
-import os
 import statistics
 import sys
 
-from side_by_side import PEERS, RESULTS, build, has, output, processor, require_quiet, rewrite, say, words
+from side_by_side import PEERS, RESULTS, build, has, output, processor, require_quiet, rewrite, say, with_torch, words
 
 # Label, then the flags of both programs.
 SETTINGS = [
@@ -62,13 +60,13 @@ def measured(program, python, flags, rounds):
     return told
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="alternating runs of each side [5]")
-    parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
+def flags_of_output(parser):
     parser.add_argument("--only", default="", help="only settings whose label has this text; implies --dry-run")
     parser.add_argument("--dry-run", action="store_true", help="print the table only")
-    args = parser.parse_args()
+
+
+def main():
+    args = with_torch(__doc__, rounds=5, add=flags_of_output)
     dry_run = args.dry_run or args.only != ""
     if not has(args.torch_python, "import torch"):
         sys.exit(f"{args.torch_python} has no torch: give a Python that has it, --torch-python PYTHON.")

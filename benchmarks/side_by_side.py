@@ -57,11 +57,12 @@ def build(binary, *features, kind="bin"):
     return (folder / "examples" if kind == "example" else folder) / binary
 
 
-def with_torch(doc):
-    """Returns the arguments of a script that compares a program with PyTorch; its docstring is the help."""
+def with_torch(doc, rounds=7, add=lambda parser: None):
+    """Returns the arguments of a script that compares a program with PyTorch; its docstring is the help, and `add` adds flags."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="alternating runs of each side [7]")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"alternating runs of each side [{rounds}]")
     parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
+    add(parser)
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error("give at least 1 for --rounds")

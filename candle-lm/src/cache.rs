@@ -38,7 +38,7 @@ enum LayerCache {
     Cut(Box<SequenceCache>, Option<DType>),
     /// The state behind the last token.
     State(LayerState),
-    /// Keys and values, and a state: the layer has attention beside what keeps one.
+    /// Keys and values, and a state, of a layer that has attention and Mamba 2 side by side.
     Both(Box<[LayerCache; 2]>),
     /// Nothing: the layer uses the keys and values of another one.
     Shared,

@@ -35,7 +35,7 @@ impl Scale {
     /// Replaces a product by the score that [`cap_row`](Self::cap_row) makes of it, and returns the derivative of the score by what was
     /// capped, `factor · p`.
     ///
-    /// The derivative is not made of the score, of which few digits tell how far it is from the cap.
+    /// The derivative follows from the product: a score near the cap has few digits that tell its distance from the cap.
     pub(super) fn cap_with_slope<T: Real>(&self, value: &mut T, cap: f64) -> T {
         let share = value.to_f64() * self.factor / cap;
         *value = T::from_f64(cap * share.tanh());

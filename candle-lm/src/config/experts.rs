@@ -264,7 +264,7 @@ impl Experts {
         Ok(Self { shared: hidden, balance: 0.0, ..Self::read(fields, [1, 1], hidden, &HUNYUAN)? })
     }
 
-    /// Those of ERNIE, in some of the `layers` layers, beside a network as wide as several of them.
+    /// The experts of ERNIE, in some of `layers` layers. The network for all tokens beside them is as wide as several experts.
     pub(super) fn ernie(fields: &Fields, layers: usize) -> Result<Self> {
         let hidden = fields.optional_size("moe_intermediate_size", super::MOST)?.unwrap_or(1536);
         let shared = fields.optional_count("moe_num_shared_experts", MOST)?.unwrap_or(2);
@@ -339,7 +339,7 @@ impl Experts {
         Ok(Self { shared, layers: sparse_layers(fields, layers)?, ..grouped })
     }
 
-    /// Those of NVIDIA, in these `layers`, beside a network for all tokens that has a width of its own.
+    /// The experts of NVIDIA's hybrids, in the layers that `layers` marks. The network for all tokens has a width of its own.
     pub(super) fn nemotron(fields: &Fields, layers: Vec<bool>) -> Result<Self> {
         let shared = fields.optional_size("moe_shared_expert_intermediate_size", super::MOST)?;
         Ok(Self {

@@ -4,7 +4,22 @@ use anyhow::{Result, ensure};
 use serde_json::Value;
 
 use super::MOST;
+use super::fields::FieldRule::{self, Harmless, Used};
 use super::fields::{Fields, shortened};
+
+/// The fields from which [`Fields::mamba_heads`] reads heads, but for those of biases of projections.
+pub(super) const MAMBA_FIELDS: [(&str, FieldRule); 9] = [
+    // How many tokens are computed together.
+    ("mamba_chunk_size", Harmless),
+    ("mamba_conv_bias", Used),
+    ("mamba_d_conv", Used),
+    ("mamba_d_head", Used),
+    ("mamba_d_state", Used),
+    ("mamba_expand", Used),
+    ("mamba_n_groups", Used),
+    ("mamba_n_heads", Used),
+    ("time_step_limit", Used),
+];
 
 /// The heads of a layer of Mamba 2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -140,6 +155,33 @@ impl MambaHeads {
 }
 
 impl Fields {
+    /// The heads that the fields describe, which are `inner` wide together, as `origin` says, and whose norm is behind the gates.
+    pub(super) fn mamba_heads(&self, inner: usize, origin: &str) -> Result<MambaHeads> {
+        let size =
+            |name, absent| Ok::<_, anyhow::Error>(self.optional_size(name, 1 << 16)?.unwrap_or(absent));
+        let count = size("mamba_n_heads", 128)?;
+        let width = match self.get("mamba_d_head") {
+            Some(width) if *width != "auto" => size("mamba_d_head", 1)?,
+            _ => inner / count,
+        };
+        ensure!(
+            count.saturating_mul(width) == inner,
+            "mamba_n_heads is {count} and mamba_d_head is {width}; together they are not {origin}"
+        );
+        self.steps_without_limits()?;
+        MambaHeads {
+            count,
+            width,
+            groups: size("mamba_n_groups", 1)?,
+            state: size("mamba_d_state", 256)?,
+            taps: size("mamba_d_conv", 4)?,
+            conv_bias: self.switch_or("mamba_conv_bias", true)?,
+            proj_bias: self.switch("mamba_proj_bias")?,
+            norm: StateNorm::BehindGate,
+        }
+        .checked()
+    }
+
     /// Checks that steps have no other limits than 0 and infinity.
     pub(super) fn steps_without_limits(&self) -> Result<()> {
         let Some(limits) = self.get("time_step_limit") else { return Ok(()) };

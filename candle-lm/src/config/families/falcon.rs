@@ -1,13 +1,13 @@
 //! The families of Falcon.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use serde_json::{Map, Value};
 
 use super::{Family, PLAIN, biased, rename};
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::{False, True};
-use crate::config::fields::{Fields, positive, shortened};
-use crate::config::mamba::{MambaHeads, StateNorm};
+use crate::config::fields::{Fields, joined, positive, shortened};
+use crate::config::mamba::{MAMBA_FIELDS, MambaHeads, StateNorm};
 use crate::config::mixers::MixerKind;
 use crate::config::parts::{Multipliers, Parts};
 
@@ -44,47 +44,40 @@ pub(super) static FAMILIES: [Family; 1] = [Family {
     },
 }];
 
-const HYBRID: [(&str, FieldRule); 36] = [
-    ("attention_bias", Used),
-    ("attention_in_multiplier", Used),
-    ("attention_out_multiplier", Used),
-    ("embedding_multiplier", Used),
-    ("key_multiplier", Used),
-    ("layer_types", Used),
-    ("lm_head_multiplier", Used),
-    // How many tokens are computed together.
-    ("mamba_chunk_size", Harmless),
-    ("mamba_conv_bias", Used),
-    ("mamba_d_conv", Used),
-    ("mamba_d_head", Used),
-    ("mamba_d_ssm", Used),
-    ("mamba_d_state", Used),
-    ("mamba_expand", Used),
-    ("mamba_n_groups", Used),
-    ("mamba_n_heads", Used),
-    ("mamba_norm_before_gate", Used),
-    ("mamba_proj_bias", Only(False)),
-    ("mamba_rms_norm", Used),
-    ("mamba_use_mlp", Only(True)),
-    ("mlp_bias", Used),
-    // What transformers does not read.
-    ("mlp_expansion_factor", Harmless),
-    ("mlp_multipliers", Used),
-    ("num_logits_to_keep", Harmless),
-    ("projectors_bias", Only(False)),
-    ("ssm_in_multiplier", Used),
-    ("ssm_multipliers", Used),
-    ("ssm_out_multiplier", Used),
-    // How fresh models begin.
-    ("time_step_floor", Harmless),
-    ("time_step_limit", Used),
-    ("time_step_max", Harmless),
-    ("time_step_min", Harmless),
-    ("time_step_rank", Harmless),
-    ("rescale_prenorm_residual", Harmless),
-    ("residual_in_fp32", Harmless),
-    ("use_mamba_kernels", Harmless),
-];
+const HYBRID: [(&str, FieldRule); 36] = joined(
+    MAMBA_FIELDS,
+    [
+        ("attention_bias", Used),
+        ("attention_in_multiplier", Used),
+        ("attention_out_multiplier", Used),
+        ("embedding_multiplier", Used),
+        ("key_multiplier", Used),
+        ("layer_types", Used),
+        ("lm_head_multiplier", Used),
+        ("mamba_d_ssm", Used),
+        ("mamba_norm_before_gate", Used),
+        ("mamba_proj_bias", Only(False)),
+        ("mamba_rms_norm", Used),
+        ("mamba_use_mlp", Only(True)),
+        ("mlp_bias", Used),
+        // What transformers does not read.
+        ("mlp_expansion_factor", Harmless),
+        ("mlp_multipliers", Used),
+        ("num_logits_to_keep", Harmless),
+        ("projectors_bias", Only(False)),
+        ("ssm_in_multiplier", Used),
+        ("ssm_multipliers", Used),
+        ("ssm_out_multiplier", Used),
+        // How fresh models begin.
+        ("time_step_floor", Harmless),
+        ("time_step_max", Harmless),
+        ("time_step_min", Harmless),
+        ("time_step_rank", Harmless),
+        ("rescale_prenorm_residual", Harmless),
+        ("residual_in_fp32", Harmless),
+        ("use_mamba_kernels", Harmless),
+    ],
+);
 
 /// What files call the modules.
 static NAMES: [(&str, &str); 5] = [
@@ -112,37 +105,19 @@ fn factors<const N: usize>(fields: &Fields, name: &str) -> Result<[f64; N]> {
 
 /// The heads of layers with states.
 fn heads(fields: &Fields) -> Result<MambaHeads> {
-    let size = |name, absent| Ok::<_, anyhow::Error>(fields.optional_size(name, 1 << 16)?.unwrap_or(absent));
-    let count = size("mamba_n_heads", 128)?;
     let inner = match fields.has("mamba_d_ssm") && fields.get("mamba_d_ssm").is_none() {
-        true => fields.size("hidden_size", 1 << 30)?.saturating_mul(size("mamba_expand", 2)?),
+        true => {
+            let expand = fields.optional_size("mamba_expand", 1 << 16)?.unwrap_or(2);
+            fields.size("hidden_size", 1 << 30)?.saturating_mul(expand)
+        }
         false => fields.optional_size("mamba_d_ssm", 1 << 30)?.unwrap_or(1024),
     };
-    let width = match fields.get("mamba_d_head") {
-        Some(width) if *width != "auto" => size("mamba_d_head", 1)?,
-        _ => inner / count,
-    };
-    ensure!(
-        count.saturating_mul(width) == inner,
-        "mamba_n_heads is {count} and mamba_d_head is {width}; together they are not the {inner} of mamba_d_ssm"
-    );
-    fields.steps_without_limits()?;
     let norm = match (fields.switch("mamba_rms_norm")?, fields.switch_or("mamba_norm_before_gate", true)?) {
         (false, _) => StateNorm::None,
         (true, true) => StateNorm::BeforeGate,
         (true, false) => StateNorm::BehindGate,
     };
-    MambaHeads {
-        count,
-        width,
-        groups: size("mamba_n_groups", 1)?,
-        state: size("mamba_d_state", 256)?,
-        taps: size("mamba_d_conv", 4)?,
-        conv_bias: fields.switch_or("mamba_conv_bias", true)?,
-        proj_bias: false,
-        norm,
-    }
-    .checked()
+    Ok(MambaHeads { norm, ..fields.mamba_heads(inner, &format!("the {inner} of mamba_d_ssm"))? })
 }
 
 /// The fields of a config; the kinds of layers have the name that other families have for them.

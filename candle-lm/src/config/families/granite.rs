@@ -1,6 +1,6 @@
 //! The families of IBM with factors of embeddings, branches, scores and logits.
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, bail};
 use serde_json::{Map, Value, json};
 
 use super::{Family, PLAIN, biased};
@@ -8,7 +8,7 @@ use crate::config::experts::{Experts, ROUTER};
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::Text;
 use crate::config::fields::{Fields, joined};
-use crate::config::mamba::{MambaHeads, StateNorm};
+use crate::config::mamba::{MAMBA_FIELDS, MambaHeads};
 use crate::config::mixers::MixerKind;
 use crate::config::parts::{FUSED_GATE, FUSED_SHARED, Parts};
 
@@ -95,29 +95,22 @@ const SHARED_MIXTURE: [(&str, FieldRule); 11] = joined(MIXTURE, [("shared_interm
 
 const HYBRID: [(&str, FieldRule); 26] = joined(
     GRANITE,
-    [
-        ("init_method", Harmless),
-        ("layer_types", Used),
-        ("layers_block_type", Used),
-        // How many tokens are computed together.
-        ("mamba_chunk_size", Harmless),
-        ("mamba_conv_bias", Used),
-        ("mamba_d_conv", Used),
-        ("mamba_d_head", Used),
-        ("mamba_d_state", Used),
-        ("mamba_expand", Used),
-        ("mamba_n_groups", Used),
-        ("mamba_n_heads", Used),
-        ("mamba_proj_bias", Used),
-        ("normalization_function", Only(Text("rmsnorm"))),
-        ("num_experts_per_tok", Used),
-        ("num_local_experts", Used),
-        ("output_router_logits", Used),
-        ("position_embedding_type", Used),
-        ("router_aux_loss_coef", Used),
-        ("shared_intermediate_size", Used),
-        ("time_step_limit", Used),
-    ],
+    joined::<9, 11, 20>(
+        MAMBA_FIELDS,
+        [
+            ("init_method", Harmless),
+            ("layer_types", Used),
+            ("layers_block_type", Used),
+            ("mamba_proj_bias", Used),
+            ("normalization_function", Only(Text("rmsnorm"))),
+            ("num_experts_per_tok", Used),
+            ("num_local_experts", Used),
+            ("output_router_logits", Used),
+            ("position_embedding_type", Used),
+            ("router_aux_loss_coef", Used),
+            ("shared_intermediate_size", Used),
+        ],
+    ),
 );
 
 /// What files call the modules.
@@ -147,29 +140,9 @@ fn with_factors(fields: &Fields, layers: usize) -> Result<Parts> {
 
 /// The heads of layers with states, which together are some times as wide as the hidden states.
 fn heads(fields: &Fields) -> Result<MambaHeads> {
-    let size = |name, absent| Ok::<_, anyhow::Error>(fields.optional_size(name, 1 << 16)?.unwrap_or(absent));
-    let (count, expand) = (size("mamba_n_heads", 128)?, size("mamba_expand", 2)?);
+    let expand = fields.optional_size("mamba_expand", 1 << 16)?.unwrap_or(2);
     let inner = fields.size("hidden_size", 1 << 30)?.saturating_mul(expand);
-    let width = match fields.get("mamba_d_head") {
-        Some(width) if *width != "auto" => size("mamba_d_head", 1)?,
-        _ => inner / count,
-    };
-    ensure!(
-        count.saturating_mul(width) == inner,
-        "mamba_n_heads is {count} and mamba_d_head is {width}; together they are not mamba_expand {expand} times hidden_size"
-    );
-    fields.steps_without_limits()?;
-    MambaHeads {
-        count,
-        width,
-        groups: size("mamba_n_groups", 1)?,
-        state: size("mamba_d_state", 256)?,
-        taps: size("mamba_d_conv", 4)?,
-        conv_bias: fields.switch_or("mamba_conv_bias", true)?,
-        proj_bias: fields.switch("mamba_proj_bias")?,
-        norm: StateNorm::BehindGate,
-    }
-    .checked()
+    fields.mamba_heads(inner, &format!("mamba_expand {expand} times hidden_size"))
 }
 
 /// The fields of a config; without experts those of feed-forward networks have the names of all families.
