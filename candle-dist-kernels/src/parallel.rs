@@ -6,9 +6,9 @@
 //! rayon is generic: each closure that it is given compiles thousands of lines of it again. Here it gets closures of
 //! one type.
 use candle_core::utils::get_num_threads;
-use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::cell::OnceCell;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 thread_local! {
@@ -66,9 +66,23 @@ fn on_threads<P: Send, R: Send>(
 }
 
 /// Calls `run` with each number below `count`, on the threads of this thread's pool.
+///
+/// Threads take the numbers in order, so work that gets smaller is cut evenly.
 fn for_each(count: usize, run: &(dyn Fn(usize) + Sync)) {
-    let piece = (count / (PIECES * rayon::current_num_threads())).max(1);
-    (0..count).into_par_iter().with_max_len(piece).for_each(run);
+    let threads = rayon::current_num_threads();
+    let piece = (count / (PIECES * threads)).max(1);
+    let next = AtomicUsize::new(0);
+    let take = || loop {
+        let start = next.fetch_add(piece, Ordering::Relaxed);
+        if start >= count {
+            return;
+        }
+        (start..count.min(start + piece)).for_each(run);
+    };
+    rayon::scope(|scope| {
+        (1..threads.min(count.div_ceil(piece))).for_each(|_| scope.spawn(|_| take()));
+        take();
+    });
 }
 
 #[cfg(test)]

@@ -37,6 +37,9 @@ pub trait Real: WithDType + Registers {
 
     /// Returns the distribution function and the density of the standard normal at `self`.
     fn normal(self) -> (Self, Self);
+
+    /// Returns the elements if they are f32.
+    fn as_f32_mut(elements: &mut [Self]) -> Option<&mut [f32]>;
 }
 
 /// `e^x = 2^n · e^r` with `|r| ≤ ln(2)/2`, and `e^r` by its Taylor polynomial.
@@ -128,6 +131,10 @@ impl Real for f32 {
         };
         (cdf, e * INV_SQRT_TAU as f32)
     }
+
+    fn as_f32_mut(elements: &mut [Self]) -> Option<&mut [f32]> {
+        Some(elements)
+    }
 }
 
 /// `(-1/2)ᵏ / (k! (2k + 1) √(2π))` for k from 7 to 0.
@@ -205,6 +212,10 @@ impl Real for f64 {
     fn normal(self) -> (Self, Self) {
         let cdf = 0.5 * erfc_f64(-self * std::f64::consts::FRAC_1_SQRT_2);
         (cdf, (-0.5 * self * self).exp_neg(0.0) * INV_SQRT_TAU)
+    }
+
+    fn as_f32_mut(_: &mut [Self]) -> Option<&mut [f32]> {
+        None
     }
 }
 

@@ -1,12 +1,12 @@
 //! The gradient of attention over a block of keys, with scores that are computed again.
 use super::Scale;
 use super::forward::{SoftmaxNorms, tiles, within};
-use super::heads::{AttentionSizes, BLOCK, HeadPiece, TILE, blocks, queries_at_once};
+use super::heads::{AttentionSizes, BLOCK, HeadPiece, ProductForm, TILE, blocks};
 use super::visible::{Visible, union};
 use crate::{
     TensorReader,
     parallel::threads,
-    product::{LeftOperand, ProductRows, RightOperand},
+    product::{LeftOperand, ProductRows},
     real::Real,
     rows::{add_assign, sum_zip, vectorised},
 };
@@ -69,7 +69,7 @@ pub(super) fn over<T: Real>(
     if sizes.is_empty() {
         return Ok(());
     }
-    let at_once = queries_at_once::<T>(visible, &[&q, &k, &grad])?;
+    let form = ProductForm::of::<T>(visible, &[&q, &k, &grad])?;
     // The cuts follow from the sizes alone, and so do the sums.
     let cuts = PIECES.div_ceil(batch * kv_heads).min(keys.div_ceil(2 * TILE));
     let size = keys.div_ceil(cuts).next_multiple_of(TILE);
@@ -89,7 +89,7 @@ pub(super) fn over<T: Real>(
     loop {
         let some: Vec<_> = work_of.by_ref().take(at_a_time()).collect();
         let parts = sizes.each(some.into_iter(), |((piece, dk), dv)| {
-            over_piece(work, [&q, &k, &v, &grad], (&sizes, piece), (visible, at_once), [dk, dv])
+            over_piece(work, [&q, &k, &v, &grad], (&sizes, piece), (visible, form), [dk, dv])
         })?;
         if parts.is_empty() {
             return Ok(());
@@ -146,7 +146,7 @@ fn over_piece<T: Real>(
     work: &AttentionBackward<'_, T>,
     [q, k, v, grad]: [&TensorReader<'_>; 4],
     (sizes, piece): (&AttentionSizes, &HeadPiece),
-    (visible, at_once): (&Visible, usize),
+    (visible, form): (&Visible, ProductForm),
     [mut dk, mut dv]: [Vec<&mut [T]>; 2],
 ) -> Result<QueryPart<T>> {
     let HeadPiece { batch, kv_head, rows: keys } = piece;
@@ -164,11 +164,12 @@ fn over_piece<T: Real>(
     }
     let (k, v) = (k.head::<T>(*batch, *kv_head)?, v.head::<T>(*batch, *kv_head)?);
     let [mut keys_turned, mut key_rows, mut values, mut query_rows, mut grad_rows] =
-        [(); 5].map(|()| RightOperand::new());
-    let block = BLOCK.min(count);
+        [(); 5].map(|()| form.operand());
+    // A tile may begin one key before those that are seen.
+    let (block, longest) = (BLOCK.min(count), TILE.min(seen.len() + 1));
     let mut copies = [zeros(block * dim), zeros(block * width)];
-    let [mut weights, mut scores] = [(); 2].map(|()| zeros(block * TILE.min(seen.len())));
-    let mut sums = [zeros(TILE.min(seen.len()) * dim), zeros(TILE.min(seen.len()) * width)];
+    let [mut weights, mut scores] = [(); 2].map(|()| zeros(block * longest));
+    let mut sums = [zeros(longest * dim), zeros(longest * width)];
     for tile in tiles(seen) {
         k.pack(&tile, true, &mut keys_turned);
         k.pack(&tile, false, &mut key_rows);
@@ -177,7 +178,7 @@ fn over_piece<T: Real>(
         for h in 0..group {
             let head = kv_head * group + h;
             let (q, grad) = (q.head::<T>(*batch, head)?, grad.head::<T>(*batch, head)?);
-            for rows in aligned_blocks(seen_by.clone(), at_once) {
+            for rows in aligned_blocks(seen_by.clone(), form.queries) {
                 let ranges = &ranges[rows.clone()];
                 let (from, to) = within(&union(ranges), &tile);
                 if from == to {
@@ -266,7 +267,7 @@ fn over_piece<T: Real>(
     Ok(made)
 }
 
-/// The blocks of queries that [`queries_at_once`] judged, as far as they are in a range.
+/// The blocks of queries that [`ProductForm::of`] judged, as far as they are in a range.
 fn aligned_blocks(rows: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
     blocks(rows.start / size * size..rows.end, size).map(move |block| block.start.max(rows.start)..block.end)
 }

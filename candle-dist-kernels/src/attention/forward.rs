@@ -1,10 +1,10 @@
 //! Attention over a block of keys, and results over several blocks joined.
 use super::Scale;
-use super::heads::{AttentionSizes, BLOCK, HeadPiece, TILE, blocks, queries_at_once};
+use super::heads::{AttentionSizes, BLOCK, HeadPiece, ProductForm, TILE, blocks};
 use super::visible::{Visible, union};
 use crate::{
     TensorReader,
-    product::{LeftOperand, ProductRows, RightOperand},
+    product::{LeftOperand, ProductRows},
     real::Real,
     rows::{max, min, sum, vectorised},
 };
@@ -39,7 +39,7 @@ impl<T: Real> Partial<T> {
         Self { out: zeros(sizes.rows() * sizes.width), norms, width: sizes.width }
     }
 
-    /// The result over keys `[batch, k, kv_heads, dim]` of the compute dtype.
+    /// The result over keys `[batch, k, kv_heads, dim]` of the compute dtype, or of 16-bit floats.
     pub(super) fn over([q, k, v]: [&Tensor; 3], scale: Scale, visible: &Visible) -> Result<Self> {
         let [q, k, v] = [q, k, v].map(TensorReader::new);
         let Some(sizes) = AttentionSizes::of(q.layout.dims(), k.layout.dims(), v.layout.dims()) else {
@@ -49,7 +49,7 @@ impl<T: Real> Partial<T> {
             return Ok(Self::nothing(&sizes));
         }
         let AttentionSizes { queries, heads, kv_heads, width, .. } = sizes;
-        let (group, at_once) = (sizes.group(), queries_at_once::<T>(visible, &[&v])?);
+        let (group, form) = (sizes.group(), ProductForm::of::<T>(visible, &[&v])?);
         let mut whole = Self::nothing(&sizes);
         let size = piece_size(queries);
         let pieces = sizes.pieces(queries, size);
@@ -58,10 +58,11 @@ impl<T: Real> Partial<T> {
             [queries, kv_heads, group * width],
             [queries.div_ceil(size), size],
         );
-        let norms = sizes.each(pieces.iter().zip(rows), |(piece, rows)| {
-            over_piece([&q, &k, &v], (&sizes, piece), scale, (visible, at_once), rows)
+        // The last queries first: under a causal mask they see most.
+        let norms = sizes.each(pieces.iter().zip(rows).rev(), |(piece, rows)| {
+            over_piece([&q, &k, &v], (&sizes, piece), scale, (visible, form), rows)
         })?;
-        for (piece, norms) in pieces.iter().zip(norms) {
+        for (piece, norms) in pieces.iter().rev().zip(norms) {
             let count = piece.rows.len();
             for (at, (top, sum)) in norms.top.into_iter().zip(norms.sum).enumerate() {
                 let (head, query) = (piece.kv_head * group + at / count, piece.rows.start + at % count);
@@ -146,7 +147,7 @@ fn over_piece<T: Real>(
     [q, k, v]: [&TensorReader<'_>; 3],
     (sizes, piece): (&AttentionSizes, &HeadPiece),
     scale: Scale,
-    (visible, at_once): (&Visible, usize),
+    (visible, form): (&Visible, ProductForm),
     out: Vec<&mut [T]>,
 ) -> Result<SoftmaxNorms<T>> {
     let HeadPiece { batch, kv_head, rows: queries } = piece;
@@ -164,14 +165,14 @@ fn over_piece<T: Real>(
         q.head(*batch, kv_head * group + h)?.copy(queries.clone(), query);
     }
     let (k, v) = (k.head::<T>(*batch, *kv_head)?, v.head::<T>(*batch, *kv_head)?);
-    let (mut keys, mut values) = (RightOperand::new(), RightOperand::new());
+    let (mut keys, mut values) = (form.operand(), form.operand());
     let mut scores = zeros(BLOCK.min(count) * TILE.min(sizes.keys));
     let mut mixed = zeros(group * count * width);
     for tile in tiles(seen) {
         k.pack(&tile, true, &mut keys);
         v.pack(&tile, false, &mut values);
         for h in 0..group {
-            for rows in blocks(0..count, at_once) {
+            for rows in blocks(0..count, form.queries) {
                 let ranges = &ranges[rows.clone()];
                 let (from, to) = within(&union(ranges), &tile);
                 if from == to {
@@ -232,10 +233,10 @@ fn over_piece<T: Real>(
     Ok(norms)
 }
 
-/// Cuts the keys that some queries see into tiles, whose ends do not depend on the queries.
+/// Cuts the keys that some queries see into tiles, whose ends do not depend on the queries. Nor do pairs of keys: tiles begin with an even one.
 pub(super) fn tiles(seen: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    let first = seen.start / TILE;
-    (first..seen.end.div_ceil(TILE)).map(move |i| (i * TILE).max(seen.start)..((i + 1) * TILE).min(seen.end))
+    let (first, start) = (seen.start / TILE, seen.start / 2 * 2);
+    (first..seen.end.div_ceil(TILE)).map(move |i| (i * TILE).max(start)..((i + 1) * TILE).min(seen.end))
 }
 
 /// The part of a row's range that lies in a tile, counted from the tile's start.

@@ -1,7 +1,9 @@
 //! The rows of one head in memory, and the sizes of attention.
 use super::visible::Visible;
-use crate::{TensorReader, cpu, parallel, product::RightOperand, real::Real, rows::sum};
-use candle_core::{Layout, Result, bail};
+use crate::rows::{sum, vectorised};
+use crate::{TensorReader, cpu, element::Element, parallel, product::RightOperand, real::Real};
+use candle_core::{CpuStorage, DType, Layout, Result, bail};
+use half::{bf16, f16};
 use std::ops::Range;
 
 /// Queries per block: their scores stay in a core's L2 cache.
@@ -9,6 +11,9 @@ pub(super) const BLOCK: usize = 64;
 
 /// Keys per tile: what is packed of their rows stays in a core's L2 cache with the scores.
 pub(super) const TILE: usize = 256;
+
+/// Elements that are copied at once to see whether they are finite.
+const FINITE: usize = 512;
 
 /// The number of multiplications from which the work is distributed over threads.
 const PARALLEL: usize = 1 << 20;
@@ -110,94 +115,165 @@ pub(super) fn blocks(rows: Range<usize>, size: usize) -> impl Iterator<Item = Ra
     rows.step_by(size).map(move |start| start..(start + size).min(end))
 }
 
-/// Returns how many queries are computed at once, where pairs that are not visible have a weight of zero and are
-/// multiplied by `inputs`.
-///
-/// It is one query, which needs no such pairs, if an input has NaN or infinity: times zero that is NaN, which would reach
-/// queries that do not see it.
-pub(super) fn queries_at_once<T: Real>(visible: &Visible, inputs: &[&TensorReader<'_>]) -> Result<usize> {
-    let is_ragged = |ranges: &[Range<usize>]| ranges.iter().any(|range| *range != ranges[0]);
-    if !visible.lists().iter().any(|ranges| ranges.chunks(BLOCK).any(is_ragged)) {
-        return Ok(BLOCK);
-    }
-    for input in inputs {
-        if !input.is_finite::<T>()? {
-            return Ok(1);
-        }
-    }
-    Ok(BLOCK)
+/// How products of attention are computed.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ProductForm {
+    /// Queries at once, where pairs that are not visible have a weight of zero and are multiplied by the inputs.
+    pub(super) queries: usize,
+    /// Whether both operands are rounded to bf16, and a number that is left over is paired with another one and a weight of zero.
+    is_bf16: bool,
 }
 
-/// The rows of one head of `[batch, rows, heads, width]`, with any strides.
+impl ProductForm {
+    /// The form for these inputs.
+    ///
+    /// It is one query at once, which needs no weights of zero, if an input has NaN or infinity: times zero that is NaN, which would reach
+    /// queries that do not see it.
+    pub(super) fn of<T: Real>(visible: &Visible, inputs: &[&TensorReader<'_>]) -> Result<Self> {
+        let is_ragged = |ranges: &[Range<usize>]| ranges.iter().any(|range| *range != ranges[0]);
+        let is_bf16 = inputs.iter().any(|input| input.is_bf16());
+        let has_zeros = is_bf16 || visible.lists().iter().any(|ranges| ranges.chunks(BLOCK).any(is_ragged));
+        for input in inputs.iter().filter(|_| has_zeros) {
+            if !input.is_finite::<T>()? {
+                return Ok(Self { queries: 1, is_bf16: false });
+            }
+        }
+        Ok(Self { queries: BLOCK, is_bf16 })
+    }
+
+    /// An operand without elements.
+    pub(super) fn operand<T: Real>(self) -> RightOperand<T> {
+        if self.is_bf16 { RightOperand::of_bf16() } else { RightOperand::new() }
+    }
+}
+
+/// The rows of one head of `[batch, rows, heads, width]`, with any strides, in the compute dtype or as 16-bit floats.
 pub(super) struct HeadRows<'a, T> {
-    elements: &'a [T],
+    elements: HeadElements<'a, T>,
     start: usize,
     width: usize,
     strides: [usize; 2],
 }
 
+#[derive(Clone, Copy)]
+enum HeadElements<'a, T> {
+    Computed(&'a [T]),
+    Bf16(&'a [bf16]),
+    F16(&'a [f16]),
+}
+
+impl<'a, T: Real> HeadElements<'a, T> {
+    fn of(storage: &'a CpuStorage) -> Result<Self> {
+        Ok(match storage {
+            CpuStorage::BF16(elements) => Self::Bf16(elements),
+            CpuStorage::F16(elements) => Self::F16(elements),
+            _ => Self::Computed(T::cpu_storage_as_slice(storage)?),
+        })
+    }
+
+    /// Returns whether none of `len` elements from `start` on that are `step` apart is NaN or infinite.
+    fn is_finite(self, start: usize, step: usize, len: usize) -> bool {
+        let is_zero = |some: &[T]| sum(some, |v| v * T::zero()) == T::zero();
+        match self {
+            Self::Computed(from) if step == 1 => is_zero(&from[start..start + len]),
+            _ => (0..len).step_by(FINITE).all(|at| {
+                let mut some = [T::zero(); FINITE];
+                let some = &mut some[..FINITE.min(len - at)];
+                self.copy(start + at * step, step, some);
+                is_zero(some)
+            }),
+        }
+    }
+
+    /// Writes `into.len()` elements from `start` on that are `step` apart.
+    #[inline(always)]
+    fn copy(self, start: usize, step: usize, into: &mut [T]) {
+        match self {
+            Self::Computed(from) if step == 1 => into.copy_from_slice(&from[start..start + into.len()]),
+            Self::Computed(from) => copy(&from[start..], step, into, |x| x),
+            Self::Bf16(from) => copy(&from[start..], step, into, |x| T::from_f64(x.load().into())),
+            Self::F16(from) => copy(&from[start..], step, into, |x| T::from_f64(x.load().into())),
+        }
+    }
+}
+
+#[inline(always)]
+fn copy<E: Copy, T>(from: &[E], step: usize, into: &mut [T], load: impl Fn(E) -> T) {
+    match step {
+        1 => into.iter_mut().zip(from).for_each(|(into, &x)| *into = load(x)),
+        step => into.iter_mut().enumerate().for_each(|(i, into)| *into = load(from[i * step])),
+    }
+}
+
 impl<'a, T: Real> HeadRows<'a, T> {
-    fn new(elements: &'a [T], layout: &Layout, batch: usize, head: usize) -> Result<Self> {
+    fn new(storage: &'a CpuStorage, layout: &Layout, batch: usize, head: usize) -> Result<Self> {
         let &[of_batch, of_row, of_head, of_column] = layout.stride() else {
             bail!("flash_attn: expected four dims")
         };
         let start = layout.start_offset() + batch * of_batch + head * of_head;
+        let elements = HeadElements::of(storage)?;
         Ok(Self { elements, start, width: layout.dims()[3], strides: [of_row, of_column] })
     }
 
     /// Packs rows as the right operand of products, or with `turned` as its columns.
     pub(super) fn pack(&self, rows: &Range<usize>, turned: bool, into: &mut RightOperand<T>) {
         let Self { elements, start, width, strides: [of_row, of_column] } = *self;
-        let from = &elements[start + rows.start * of_row..];
-        match turned {
-            true => into.pack(from, [width, rows.len()], [of_column, of_row]),
-            false => into.pack(from, [rows.len(), width], [of_row, of_column]),
+        let start = start + rows.start * of_row;
+        let (dims, strides) = match turned {
+            true => ([width, rows.len()], [of_column, of_row]),
+            false => ([rows.len(), width], [of_row, of_column]),
+        };
+        match elements {
+            HeadElements::Computed(from) => into.pack(&from[start..], dims, strides),
+            HeadElements::Bf16(from) => into.pack_bf16(&from[start..], dims, strides),
+            HeadElements::F16(_) => {
+                let mut wide = vec![T::zero(); rows.len() * width];
+                self.copy(rows.clone(), &mut wide);
+                into.pack(&wide, dims, if turned { [1, width] } else { [width, 1] });
+            }
         }
     }
 
     /// Copies rows one after the other.
     pub(super) fn copy(&self, rows: Range<usize>, into: &mut [T]) {
         let Self { elements, start, width, strides: [of_row, of_column] } = *self;
-        for (row, into) in rows.zip(into.chunks_exact_mut(width)) {
-            let from = &elements[start + row * of_row..];
-            match of_column {
-                1 => into.copy_from_slice(&from[..width]),
-                step => into.iter_mut().enumerate().for_each(|(i, into)| *into = from[i * step]),
-            }
-        }
+        vectorised(
+            #[inline(always)]
+            || {
+                for (row, into) in rows.zip(into.chunks_exact_mut(width)) {
+                    elements.copy(start + row * of_row, of_column, into);
+                }
+            },
+        );
     }
 }
 
 impl TensorReader<'_> {
+    /// Returns whether the elements are bf16.
+    fn is_bf16(&self) -> bool {
+        self.storage.dtype() == DType::BF16
+    }
+
     /// Returns whether no element of `[batch, rows, heads, width]` is NaN or infinite.
     fn is_finite<T: Real>(&self) -> Result<bool> {
-        let elements = T::cpu_storage_as_slice(cpu(&self.storage)?)?;
-        let is_zero = |part: &[T]| sum(part, |v| v * T::zero()) == T::zero();
-        if let Some((start, end)) = self.layout.contiguous_offsets() {
-            return Ok(is_zero(&elements[start..end]));
-        }
-        let (&[batch, rows, heads, width], &[.., step]) = (self.layout.dims(), self.layout.stride()) else {
+        let (&[batch, rows, heads, width], &[of_batch, of_row, of_head, step]) =
+            (self.layout.dims(), self.layout.stride())
+        else {
             bail!("flash_attn: expected four dims")
         };
-        let each = (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h)));
-        for (b, h) in each.filter(|_| width > 0) {
-            let head = self.head::<T>(b, h)?;
-            let is_finite = |row: usize| {
-                let start = head.start + row * head.strides[0];
-                match step {
-                    1 => is_zero(&elements[start..start + width]),
-                    _ => (0..width).all(|i| elements[start + i * step] * T::zero() == T::zero()),
-                }
-            };
-            if !(0..rows).all(is_finite) {
-                return Ok(false);
-            }
+        let elements = HeadElements::<T>::of(cpu(&self.storage)?)?;
+        if let Some((start, end)) = self.layout.contiguous_offsets() {
+            return Ok(elements.is_finite(start, 1, end - start));
         }
-        Ok(true)
+        let mut starts = (0..batch).flat_map(|b| {
+            let of_batch = self.layout.start_offset() + b * of_batch;
+            (0..heads).flat_map(move |h| (0..rows).map(move |row| of_batch + h * of_head + row * of_row))
+        });
+        Ok(starts.all(|start| elements.is_finite(start, step, width)))
     }
 
     /// Returns one head of `[batch, rows, heads, width]`.
     pub(super) fn head<T: Real>(&self, batch: usize, head: usize) -> Result<HeadRows<'_, T>> {
-        HeadRows::new(T::cpu_storage_as_slice(cpu(&self.storage)?)?, self.layout, batch, head)
+        HeadRows::new(cpu(&self.storage)?, self.layout, batch, head)
     }
 }

@@ -12,7 +12,7 @@ use candle_dist_base::{Fresh, Ready};
 
 /// Attention of queries over blocks of keys that follow each other and are all rows of the key and the value.
 ///
-/// The tensors are of one compute dtype, f32 or f64, and on the host. See
+/// The tensors are of one float dtype and on the host; the result has the compute dtype. See
 /// [`flash_attn_of_blocks`](crate::parts::flash_attn_of_blocks) for `log_sums`.
 pub(crate) fn attend(
     inputs: [&Tensor; 3],
@@ -252,6 +252,6 @@ where
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let [dq, dk, dv] = (self.backward)([q, k, v], [out, grad])?;
-        Ok((Some(dq), Some(dk), Some(dv)))
+        Ok((Some(dq.to_dtype(q.dtype())?), Some(dk.to_dtype(k.dtype())?), Some(dv.to_dtype(v.dtype())?)))
     }
 }

@@ -4,7 +4,8 @@
 
 mod matrix;
 mod operands;
-#[cfg(all(target_arch = "x86_64", feature = "avx512"))]
+mod pair_operand;
+#[cfg_attr(not(all(target_arch = "x86_64", feature = "avx512")), path = "no_pairs.rs")]
 mod pairs;
 mod panels;
 

@@ -2,10 +2,13 @@
 //!
 //! Each element of a result is one sum in the order of the inner dim, which begins with what the result holds if it is
 //! added to. So its bits depend on its row and its column only, and not on how the rows are cut.
+use candle_core::DType;
+use half::bf16;
 use pulp::{Arch, Simd, WithSimd};
 use std::ops::Range;
 
-use crate::real::Real;
+use super::pair_operand::{PairOperand, bf16_bits};
+use crate::{real::Real, rows::vectorised};
 
 /// The vectors of a panel: the columns of the result that one pass over the inner dim computes.
 const VECTORS: usize = 2;
@@ -25,16 +28,45 @@ pub(crate) struct RightOperand<T> {
     rows: usize,
     columns: usize,
     panel: usize,
+    /// In place of all others: pairs of bf16.
+    pairs: Option<PairOperand>,
 }
 
 impl<T: Real> RightOperand<T> {
     /// An operand without elements.
     pub(crate) fn new() -> Self {
-        Self { memory: Vec::new(), start: 0, rows: 0, columns: 0, panel: panel_columns::<T>() }
+        Self { memory: Vec::new(), start: 0, rows: 0, columns: 0, panel: panel_columns::<T>(), pairs: None }
+    }
+
+    /// An operand without elements that multiplies pairs of bf16, if the processor can: then both operands are rounded to bf16.
+    pub(crate) fn of_bf16() -> Self {
+        Self { pairs: PairOperand::new().filter(|_| T::DTYPE == DType::F32), ..Self::new() }
+    }
+
+    /// Packs a matrix of bf16 like [`pack`](Self::pack).
+    pub(crate) fn pack_bf16(&mut self, from: &[bf16], dims: [usize; 2], strides: [usize; 2]) {
+        match &mut self.pairs {
+            Some(pairs) => vectorised(
+                #[inline(always)]
+                || pairs.pack(from, dims, strides, bf16::to_bits),
+            ),
+            None => {
+                let last: usize =
+                    dims.iter().zip(strides).map(|(dim, stride)| dim.saturating_sub(1) * stride).sum();
+                let wide = from.iter().take(last + 1).map(|x| T::from_f64(x.to_f64()));
+                self.pack(&wide.collect::<Vec<T>>(), dims, strides);
+            }
+        }
     }
 
     /// Packs a matrix `[rows, columns]` with these strides over what was packed before.
     pub(crate) fn pack(&mut self, from: &[T], [rows, columns]: [usize; 2], strides: [usize; 2]) {
+        if let Some(pairs) = &mut self.pairs {
+            return vectorised(
+                #[inline(always)]
+                || pairs.pack(from, [rows, columns], strides, bf16_bits),
+            );
+        }
         (self.rows, self.columns) = (rows, columns);
         let len = rows * columns.next_multiple_of(self.panel);
         let slack = LINE / size_of::<T>();
@@ -139,6 +171,13 @@ pub(crate) struct ProductRows<'a, T> {
 impl<T: Real> ProductRows<'_, T> {
     /// Computes the product.
     pub(crate) fn write(self, out: &mut [T]) {
+        if let Some(pairs) = &self.right.pairs {
+            let Self { left, rows, needed, width, adds, .. } = self;
+            if let Some(out) = T::as_f32_mut(out) {
+                pairs.multiply(left, rows, needed, width, adds, out);
+            }
+            return;
+        }
         Arch::new().dispatch(ProductCall { product: self, out });
     }
 }
@@ -256,29 +295,41 @@ mod tests {
         for (m, k, n) in [(1, 1, 1), (3, 5, 2), (12, 8, 32), (13, 9, 33), (31, 17, 80), (26, 64, 64)] {
             let (a, b) = (numbers(m * k + 7), numbers(k * n + 5));
             for (left, right) in [([k, 1], [n, 1]), ([1, m], [1, k]), ([k, 1], [1, k]), ([1, m], [n, 1])] {
-                let mut packed = RightOperand::new();
-                packed.pack(&numbers(90 * 90), [90, 90], [90, 1]);
-                packed.pack(&b, [k, n], right);
-                for adds in [false, true] {
-                    let mut out = numbers(m * n);
-                    let want: Vec<f32> = (0..m * n)
-                        .map(|at| {
-                            let (i, j) = (at / n, at % n);
-                            let product =
-                                |l: usize| a[i * left[0] + l * left[1]] * b[l * right[0] + j * right[1]];
-                            (0..k).map(product).sum::<f32>() + if adds { out[at] } else { 0.0 }
-                        })
-                        .collect();
-                    ProductRows {
-                        left: LeftOperand { elements: &a, strides: left },
-                        right: &packed,
-                        rows: 0..m,
-                        needed: &|_| [0..k, 0..n],
-                        width: n,
-                        adds,
+                // Small whole numbers are numbers of bf16 too.
+                for (mut packed, is_packed_from_bf16) in [
+                    (RightOperand::new(), false),
+                    (RightOperand::of_bf16(), false),
+                    (RightOperand::of_bf16(), true),
+                ] {
+                    packed.pack(&numbers(90 * 90), [90, 90], [90, 1]);
+                    match is_packed_from_bf16 {
+                        false => packed.pack(&b, [k, n], right),
+                        true => {
+                            let b: Vec<_> = b.iter().map(|&x| bf16::from_f32(x)).collect();
+                            packed.pack_bf16(&b, [k, n], right);
+                        }
                     }
-                    .write(&mut out);
-                    assert_eq!(out, want, "[{m}, {k}, {n}], strides {left:?} and {right:?}, adds {adds}");
+                    for adds in [false, true] {
+                        let mut out = numbers(m * n);
+                        let want: Vec<f32> = (0..m * n)
+                            .map(|at| {
+                                let (i, j) = (at / n, at % n);
+                                let product =
+                                    |l: usize| a[i * left[0] + l * left[1]] * b[l * right[0] + j * right[1]];
+                                (0..k).map(product).sum::<f32>() + if adds { out[at] } else { 0.0 }
+                            })
+                            .collect();
+                        ProductRows {
+                            left: LeftOperand { elements: &a, strides: left },
+                            right: &packed,
+                            rows: 0..m,
+                            needed: &|_| [0..k, 0..n],
+                            width: n,
+                            adds,
+                        }
+                        .write(&mut out);
+                        assert_eq!(out, want, "[{m}, {k}, {n}], strides {left:?} and {right:?}, adds {adds}");
+                    }
                 }
             }
         }
@@ -287,27 +338,30 @@ mod tests {
     #[test]
     fn rows_need_only_their_parts() {
         let (a, b) = (numbers(20 * 10), numbers(10 * 70));
-        let mut packed = RightOperand::new();
-        packed.pack(&b, [10, 70], [70, 1]);
-        let mut out = vec![0.5; 20 * 70];
-        ProductRows {
-            left: LeftOperand { elements: &a, strides: [10, 1] },
-            right: &packed,
-            rows: 3..5,
-            needed: &|rows| {
-                assert_eq!(rows, 3..5);
-                [2..7, 66..70]
-            },
-            width: 70,
-            adds: false,
-        }
-        .write(&mut out);
-        for (at, &x) in out.iter().enumerate() {
-            let (i, j) = (at / 70, at % 70);
-            if !(3..5).contains(&i) || j < 64 {
-                assert!(x == 0.5 || (3..5).contains(&i), "[{i}, {j}]");
-            } else {
-                assert_eq!(x, (2..7).map(|l| a[i * 10 + l] * b[l * 70 + j]).sum::<f32>(), "[{i}, {j}]");
+        // Pairs are of whole words, whose other number has a weight of zero in attention.
+        for (mut packed, inner) in [(RightOperand::new(), 3..7), (RightOperand::of_bf16(), 4..8)] {
+            packed.pack(&b, [10, 70], [70, 1]);
+            let mut out = vec![0.5; 20 * 70];
+            ProductRows {
+                left: LeftOperand { elements: &a, strides: [10, 1] },
+                right: &packed,
+                rows: 3..5,
+                needed: &|rows| {
+                    assert_eq!(rows, 3..5);
+                    [inner.clone(), 66..70]
+                },
+                width: 70,
+                adds: false,
+            }
+            .write(&mut out);
+            for (at, &x) in out.iter().enumerate() {
+                let (i, j) = (at / 70, at % 70);
+                if !(3..5).contains(&i) || j < 64 {
+                    assert!(x == 0.5 || (3..5).contains(&i), "[{i}, {j}]");
+                } else {
+                    let want = inner.clone().map(|l| a[i * 10 + l] * b[l * 70 + j]).sum::<f32>();
+                    assert_eq!(x, want, "[{i}, {j}]");
+                }
             }
         }
     }

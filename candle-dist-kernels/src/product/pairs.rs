@@ -9,6 +9,7 @@ use half::slice::HalfFloatSliceExt;
 use std::arch::x86_64::*;
 
 use super::matrix::Matrix;
+use super::pair_operand::Tile;
 use super::panels::side_by_side;
 use crate::element::Element;
 use crate::parallel;
@@ -227,6 +228,71 @@ fn multiply_panel<O: Element<Real = f32>>(
                     _ => multiply_tile::<ROWS, O>(rows, columns, size, out, width),
                 }
             }
+        }
+    }
+}
+
+impl Pairs {
+    /// Computes `count` rows, of which there are at most 12, of a panel of columns. `out` begins with the first one, and has `held` of the columns.
+    pub(super) fn tile(self, count: usize, tile: &Tile<'_>, panel: &[[u16; 2]], out: (&mut [f32], usize)) {
+        // SAFETY: a `Pairs` exists only where `new` found the instructions.
+        unsafe {
+            match count {
+                12 => panel_tile::<12>(tile, panel, out),
+                6 => panel_tile::<6>(tile, panel, out),
+                3 => panel_tile::<3>(tile, panel, out),
+                2 => panel_tile::<2>(tile, panel, out),
+                _ => panel_tile::<1>(tile, panel, out),
+            }
+        }
+    }
+}
+
+/// Computes `R` rows of a panel of columns, whose sums stay in registers.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn panel_tile<const R: usize>(tile: &Tile<'_>, panel: &[[u16; 2]], (out, held): (&mut [f32], usize)) {
+    let [of_row, of_pair] = tile.strides;
+    let masks = [held.min(LANES), held.saturating_sub(LANES)].map(|lanes| ((1u32 << lanes) - 1) as u16);
+    let mut sums = [[_mm512_setzero_ps(); 2]; R];
+    if tile.adds {
+        for (i, sums) in sums.iter_mut().enumerate() {
+            let row = &out[i * tile.width..][..held];
+            // SAFETY: the masks have a bit for each of the `held` elements, and others are not read.
+            *sums = unsafe {
+                [
+                    _mm512_maskz_loadu_ps(masks[0], row.as_ptr()),
+                    _mm512_maskz_loadu_ps(masks[1], row.as_ptr().wrapping_add(LANES)),
+                ]
+            };
+        }
+    }
+    let (panel, _) = panel.as_chunks::<COLUMNS>();
+    assert!((R - 1) * of_row + (panel.len().max(1) - 1) * of_pair < tile.left.len());
+    for (k, columns) in panel.iter().enumerate() {
+        let (left, right) = columns.split_at(LANES);
+        // SAFETY: both halves are a vector of words. A vector of words and one of pairs are the same bits.
+        let [left, right]: [__m512bh; 2] = unsafe {
+            std::mem::transmute([
+                _mm512_loadu_epi32(left.as_ptr().cast()),
+                _mm512_loadu_epi32(right.as_ptr().cast()),
+            ])
+        };
+        for (i, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: `i` is below `R` and `k` below the length of `panel`, so the assertion above bounds the index.
+            let [a, b] = unsafe { *tile.left.get_unchecked(i * of_row + k * of_pair) };
+            let word = u32::from(a) | u32::from(b) << 16;
+            // SAFETY: as above.
+            let row: __m512bh = unsafe { std::mem::transmute(_mm512_set1_epi32(word.cast_signed())) };
+            sums[0] = _mm512_dpbf16_ps(sums[0], row, left);
+            sums[1] = _mm512_dpbf16_ps(sums[1], row, right);
+        }
+    }
+    for (i, sums) in sums.iter().enumerate() {
+        let row = &mut out[i * tile.width..][..held];
+        // SAFETY: as for the loads, and others are not written.
+        unsafe {
+            _mm512_mask_storeu_ps(row.as_mut_ptr(), masks[0], sums[0]);
+            _mm512_mask_storeu_ps(row.as_mut_ptr().wrapping_add(LANES), masks[1], sums[1]);
         }
     }
 }

@@ -107,13 +107,11 @@ impl RingAttention {
     }
 
     fn forward<T: AttentionDtype>(&self, [q, k, v]: [&Tensor; 3]) -> candle_core::Result<Partial<T>> {
-        let query = q.to_dtype(T::DTYPE)?;
         let (dim, width, scale) = (k.dim(3)?, v.dim(3)?, self.call.scale);
         let mut whole: Option<Partial<T>> = None;
         self.rotate([k, v], &mut |_, owner, packed| {
-            let packed = packed.to_dtype(T::DTYPE)?;
-            let (k, v) = (part(&packed, 3, 0, dim)?, part(&packed, 3, dim, width)?);
-            let more = T::partial_of_blocks([&query, &k, &v], scale, &self.blocks(owner))?;
+            let (k, v) = (part(packed, 3, 0, dim)?, part(packed, 3, dim, width)?);
+            let more = T::partial_of_blocks([q, &k, &v], scale, &self.blocks(owner))?;
             match &mut whole {
                 Some(whole) => whole.join(more, scale),
                 None => whole = Some(more),
@@ -133,8 +131,7 @@ impl RingAttention {
         (norms, inner): (&SoftmaxNorms<T>, &[T]),
         has_keys: bool,
     ) -> candle_core::Result<[Tensor; 3]> {
-        let query = q.to_dtype(T::DTYPE)?;
-        let work = kernels::AttentionBackward { query: &query, grad, norms, inner, scale: self.call.scale };
+        let work = kernels::AttentionBackward { query: q, grad, norms, inner, scale: self.call.scale };
         let group = &self.call.group;
         let (me, ranks) = (group.rank(), group.size());
         let (next, before) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
@@ -150,8 +147,7 @@ impl RingAttention {
                     .wait()?,
                 false => Tensor::zeros(shape(owner), T::DTYPE, k.device())?,
             };
-            let packed = packed.to_dtype(T::DTYPE)?;
-            let keys = [&part(&packed, 3, 0, dim)?, &part(&packed, 3, dim, width)?];
+            let keys = [&part(packed, 3, 0, dim)?, &part(packed, 3, dim, width)?];
             T::add_gradients(&work, keys, &self.blocks(owner), &mut of_query, &sums)?;
             if step == 0 {
                 own = Some(sums);

@@ -286,18 +286,16 @@ impl AttentionCall {
         }
     }
 
-    fn joined_in<T: kernels::AttentionDtype>(&self, inputs: [&Tensor; 3]) -> Result<Tensor> {
-        let [q, k, v] = inputs.map(|x| x.to_dtype(T::DTYPE));
-        let (q, k, v) = (q?, k?, v?);
+    fn joined_in<T: kernels::AttentionDtype>(&self, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
         let blocks = self.mask.blocks(self.mine(), &self.keys[self.group.rank()], &self.batch);
-        let own = T::partial_of_blocks([&q, &k, &v], self.scale, &blocks)?.pack();
+        let own = T::partial_of_blocks([q, k, v], self.scale, &blocks)?.pack();
         let len = own.len();
         let packed = self.group.all_gather(&Tensor::from_vec(own, (1, len), q.device())?, 0)?;
         let width = v.dim(3)?;
         let parts =
             packed.to_vec2::<T>()?.into_iter().map(|packed| Ok(kernels::Partial::unpack(&packed, width)));
-        let whole = kernels::join_all(kernels::sizes([&q, &k, &v])?, parts, self.scale)?;
-        Ok(T::with_result([&q, &k, &v], whole, (self.scale, self.log_sums), blocks)?)
+        let whole = kernels::join_all(kernels::sizes([q, k, v])?, parts, self.scale)?;
+        Ok(T::with_result([q, k, v], whole, (self.scale, self.log_sums), blocks)?)
     }
 }
 
