@@ -3,7 +3,9 @@ use candle_core::{
 };
 use candle_dist_base::edges;
 
-use super::linear::column_sums;
+use half::bf16;
+
+use super::{element::Element, linear::column_sums, rows::by_blocks};
 
 /// The elementwise sum of two tensors, with broadcasting.
 ///
@@ -20,8 +22,17 @@ use super::linear::column_sums;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let is_supported = a.dtype() == b.dtype() && matches!(a.dtype(), DType::F32 | DType::F64);
-    if !is_supported || !edges::has_ticket(&[a, b]) || !a.device().same_device(b.device()) {
+    let is_supported = match a.dtype() {
+        DType::F32 | DType::F64 => true,
+        // candle sums the gradients of rows in 16 bits.
+        DType::F16 | DType::BF16 => a.shape() == b.shape(),
+        _ => false,
+    };
+    if !is_supported
+        || a.dtype() != b.dtype()
+        || !edges::has_ticket(&[a, b])
+        || !a.device().same_device(b.device())
+    {
         return a.broadcast_add(b);
     }
     match (repeats(a.shape(), b.shape()), repeats(b.shape(), a.shape())) {
@@ -66,7 +77,28 @@ fn add_rows(a: &Tensor, b: &Tensor, [of_a, of_b]: [usize; 2]) -> Result<Tensor> 
 }
 
 fn sum(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<CpuStorage> {
-    a.binary_impl::<op::Add>(b, a_l, b_l)
+    match (a, b, a_l.contiguous_offsets(), b_l.contiguous_offsets()) {
+        // candle's sum of bf16 calls a function for each 16 elements.
+        (CpuStorage::BF16(a), CpuStorage::BF16(b), Some((a_from, a_to)), Some((b_from, b_to))) => {
+            Ok(CpuStorage::BF16(sum_of_bf16(&a[a_from..a_to], &b[b_from..b_to])))
+        }
+        _ => a.binary_impl::<op::Add>(b, a_l, b_l),
+    }
+}
+
+fn sum_of_bf16(a: &[bf16], b: &[bf16]) -> Vec<bf16> {
+    let mut out = vec![bf16::ZERO; a.len()];
+    by_blocks(
+        &mut out,
+        1,
+        1,
+        #[inline(always)]
+        |first, out| {
+            let operands = a[first..].iter().zip(&b[first..]);
+            out.iter_mut().zip(operands).for_each(|(out, (&a, &b))| *out = bf16::store(a.load() + b.load()));
+        },
+    );
+    out
 }
 
 #[cfg(test)]

@@ -30,8 +30,8 @@ pub fn clamped_gate(x: &Tensor, gate: &Tensor, alpha: f64, limit: f64) -> Result
     if !x.device().is_cpu() {
         return composed(x, gate, alpha, limit);
     }
-    let [x_, gate] = [x, gate].map(|t| t.to_dtype(dtype)?.contiguous());
-    edges::apply2(&x_?, &gate?, FloatNode(ClampedGate { alpha, limit }))?.to_dtype(x.dtype())
+    let [x_, gate] = [x, gate].map(|t| edges::to_dtype(t, dtype)?.contiguous());
+    edges::to_dtype(&edges::apply2(&x_?, &gate?, FloatNode(ClampedGate { alpha, limit }))?, x.dtype())
 }
 
 fn composed(x: &Tensor, gate: &Tensor, alpha: f64, limit: f64) -> Result<Tensor> {

@@ -1,6 +1,6 @@
 //! Conversions between dtypes.
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candle_dist_base::empty;
+use candle_dist_base::{edges, empty};
 
 /// Returns whether candle converts tensors on a device from one dtype to the other.
 ///
@@ -27,7 +27,7 @@ pub fn convert(x: &Tensor, dtype: DType) -> Result<Tensor> {
     match (x.dtype(), dtype) {
         (DType::F8E4M3, DType::F64) => x.to_dtype(DType::F32)?.to_dtype(DType::F64),
         (DType::F64, DType::F8E4M3) if x.track_op() => x.to_dtype(DType::F32)?.to_dtype(DType::F8E4M3),
-        _ => empty::compute(x, |x| x.to_dtype(dtype)),
+        _ => empty::compute(x, |x| edges::to_dtype(x, dtype)),
     }
 }
 

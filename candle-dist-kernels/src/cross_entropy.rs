@@ -50,7 +50,8 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let rows =
         targets.to_dtype(DType::I64)?.to_vec1()?.into_iter().enumerate().map(goal).collect::<Result<_>>()?;
     let goals = Goals { rows, spread: Vec::new(), spread_total: 0.0 };
-    weighted_cross_entropy(logits, goals, &|t, _| Ok(t.clone()))?.to_dtype(logits.dtype())
+    weighted_cross_entropy(logits, goals, &|t, _| Ok(t.clone()))
+        .and_then(|loss| edges::to_dtype(&loss, logits.dtype()))
 }
 
 /// The weights in the loss of one row.
@@ -83,7 +84,7 @@ pub fn weighted_cross_entropy(
     join: &dyn Fn(&Tensor, ReduceOp) -> Result<Tensor>,
 ) -> Result<Tensor> {
     let dtype = compute_dtype("cross_entropy", logits)?;
-    let x = empty::compute(logits, |logits| logits.to_dtype(dtype))?.contiguous()?;
+    let x = empty::compute(logits, |logits| edges::to_dtype(logits, dtype))?.contiguous()?;
     if !x.device().is_cpu() {
         return composed(&x, &goals, join);
     }

@@ -47,7 +47,7 @@ macro_rules! element {
 element!(f32, F32, f32, |x| x, |x| x);
 element!(f64, F64, f64, |x| x, |x| x);
 element!(f16, F16, f32, widen_f16, narrow_f16);
-element!(bf16, BF16, f32, |x: bf16| f32::from_bits(u32::from(x.to_bits()) << 16), bf16::from_f32);
+element!(bf16, BF16, f32, |x: bf16| f32::from_bits(u32::from(x.to_bits()) << 16), narrow_bf16);
 
 /// Converts exactly, in steps that the compiler vectorizes; the conversion of `half` checks the processor's features
 /// each time.
@@ -61,6 +61,16 @@ fn widen_f16(x: f16) -> f32 {
     let finite = (f32::from_bits(rest << 13) * SCALE).to_bits();
     let magnitude = if rest >= INFINITE { 0x7f80_0000 | (rest & 0x3ff) << 13 } else { finite };
     f32::from_bits(magnitude | sign << 16)
+}
+
+/// Rounds to the nearest number, ties to even, in steps that the compiler vectorizes.
+#[inline(always)]
+pub(super) fn narrow_bf16(x: f32) -> bf16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+    // Rounding the bits of a NaN up would make a number of it.
+    let nan = bits >> 16 | 0x40;
+    bf16::from_bits(if bits & 0x7fff_ffff > f32::INFINITY.to_bits() { nan } else { rounded } as u16)
 }
 
 /// Rounds to the nearest number, ties to even, in steps that the compiler vectorizes.
@@ -188,6 +198,11 @@ mod tests {
             assert!(
                 half.is_nan() && want.is_nan() || half.to_bits() == want.to_bits(),
                 "{x:e}: {half:?} for {want:?}"
+            );
+            let (brain, want) = (<bf16 as Element>::store(x), bf16::from_f32(x));
+            assert!(
+                brain.is_nan() && want.is_nan() || brain.to_bits() == want.to_bits(),
+                "{x:e}: {brain:?} for {want:?}"
             );
         }
     }

@@ -1,5 +1,5 @@
 use candle_core::{D, Result, Tensor, bail};
-use candle_dist_base::empty;
+use candle_dist_base::{edges, empty};
 
 use super::attention::{AttentionSizes, KeyBlock, Scale, Visible, attend, attend_off_host};
 use super::{check_dtype, compute_dtype};
@@ -66,7 +66,7 @@ pub fn flash_attn_of_blocks(
         return attend_off_host([query, key, value], scale, &blocks, log_sums);
     }
     let made = attend([query, key, value], scale, blocks, log_sums)?;
-    made.to_dtype(if log_sums { dtype } else { query.dtype() })
+    edges::to_dtype(&made, if log_sums { dtype } else { query.dtype() })
 }
 
 #[cfg(test)]

@@ -32,8 +32,8 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     if !x.device().is_cpu() {
         return composed(x, weight, bias, eps);
     }
-    let [x_, weight, bias] = [x, weight, bias].map(|t| t.to_dtype(dtype)?.contiguous());
-    edges::apply3(&x_?, &weight?, &bias?, FloatNode(LayerNormOp { eps }))?.to_dtype(x.dtype())
+    let [x_, weight, bias] = [x, weight, bias].map(|t| edges::to_dtype(t, dtype)?.contiguous());
+    edges::to_dtype(&edges::apply3(&x_?, &weight?, &bias?, FloatNode(LayerNormOp { eps }))?, x.dtype())
 }
 
 /// The same from candle's operations. candle-nn's `layer_norm_slow` rounds `eps` to f32, and rounds before the weight.

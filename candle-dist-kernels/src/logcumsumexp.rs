@@ -18,12 +18,12 @@ use candle_dist_base::edges;
 pub fn logcumsumexp(x: &Tensor) -> Result<Tensor> {
     let dtype = compute_dtype("logcumsumexp", x)?;
     x.dim(D::Minus1)?;
-    let wide = x.to_dtype(dtype)?.contiguous()?;
+    let wide = edges::to_dtype(x, dtype)?.contiguous()?;
     let made = match x.device().is_cpu() {
         true => edges::apply1(&wide, LogCumSumExp)?,
         false => composed(&wide)?,
     };
-    made.to_dtype(x.dtype())
+    edges::to_dtype(&made, x.dtype())
 }
 
 /// The same by candle's operations, in a number of steps that is the logarithm of the length.

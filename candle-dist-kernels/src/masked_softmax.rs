@@ -33,8 +33,8 @@ pub fn masked_softmax(x: &Tensor, mask: &Tensor, scale: f64) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return composed(x, mask, scale);
     }
-    let [x_, mask] = [x, mask].map(|t| t.to_dtype(dtype)?.contiguous());
-    edges::apply2(&x_?, &mask?, MaskedSoftmax { scale, rows })?.to_dtype(x.dtype())
+    let [x_, mask] = [x, mask].map(|t| edges::to_dtype(t, dtype)?.contiguous());
+    edges::to_dtype(&edges::apply2(&x_?, &mask?, MaskedSoftmax { scale, rows })?, x.dtype())
 }
 
 /// Returns the row of the mask for each row of the scores.

@@ -28,8 +28,8 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return composed(x, weight, eps);
     }
-    let [x_, weight] = [x, weight].map(|t| t.to_dtype(dtype)?.contiguous());
-    edges::apply2(&x_?, &weight?, FloatNode(RmsNormOp { eps }))?.to_dtype(x.dtype())
+    let [x_, weight] = [x, weight].map(|t| edges::to_dtype(t, dtype)?.contiguous());
+    edges::to_dtype(&edges::apply2(&x_?, &weight?, FloatNode(RmsNormOp { eps }))?, x.dtype())
 }
 
 /// The same from candle's operations. candle-nn's `rms_norm_slow` rounds `eps` to f32, and rounds before the weight.

@@ -60,8 +60,9 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePa
         return composed(x, &cos?, &sin?, half, pairs);
     }
     let [cos, sin] = [cos, sin].map(|t| t?.to_dtype(dtype)?.contiguous());
-    edges::apply1(&x.to_dtype(dtype)?.contiguous()?, RopeOp { cos: cos?, sin: sin?, pairs })?
-        .to_dtype(x.dtype())
+    let turned =
+        edges::apply1(&edges::to_dtype(x, dtype)?.contiguous()?, RopeOp { cos: cos?, sin: sin?, pairs })?;
+    edges::to_dtype(&turned, x.dtype())
 }
 
 /// `cos` and `sin` are `[b, s, d/2]`, with `b` that of `x` or 1.

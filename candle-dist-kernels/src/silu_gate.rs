@@ -28,8 +28,8 @@ pub fn silu_gate(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return composed(x, gate);
     }
-    let [x_, gate] = [x, gate].map(|t| t.to_dtype(dtype)?.contiguous());
-    edges::apply2(&x_?, &gate?, FloatNode(SiluGate))?.to_dtype(x.dtype())
+    let [x_, gate] = [x, gate].map(|t| edges::to_dtype(t, dtype)?.contiguous());
+    edges::to_dtype(&edges::apply2(&x_?, &gate?, FloatNode(SiluGate))?, x.dtype())
 }
 
 pub(super) fn composed(x: &Tensor, gate: &Tensor) -> Result<Tensor> {

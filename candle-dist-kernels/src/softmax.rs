@@ -26,8 +26,8 @@ pub fn softmax(x: &Tensor) -> Result<Tensor> {
         // candle refuses the maximum of nothing.
         return if x.elem_count() == 0 { Ok(x.clone()) } else { candle_nn::ops::softmax(x, D::Minus1) };
     }
-    edges::apply1(&x.to_dtype(dtype)?.contiguous()?, Softmax { scale: 1.0, queries: None })?
-        .to_dtype(x.dtype())
+    let wide = edges::to_dtype(x, dtype)?.contiguous()?;
+    edges::to_dtype(&edges::apply1(&wide, Softmax { scale: 1.0, queries: None })?, x.dtype())
 }
 
 /// The softmax of `x · scale` over the keys that each query sees.
@@ -53,8 +53,8 @@ pub fn causal_softmax(x: &Tensor, scale: f64) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return composed_causal(x, scale);
     }
-    edges::apply1(&x.to_dtype(dtype)?.contiguous()?, Softmax { scale, queries: Some(queries) })?
-        .to_dtype(x.dtype())
+    let wide = edges::to_dtype(x, dtype)?.contiguous()?;
+    edges::to_dtype(&edges::apply1(&wide, Softmax { scale, queries: Some(queries) })?, x.dtype())
 }
 
 fn composed_causal(x: &Tensor, scale: f64) -> Result<Tensor> {

@@ -1,8 +1,9 @@
 //! Custom ops of candle as nodes with tickets, and views of tensors that have tickets.
 use super::node::{BackwardFn, Grads, node};
 use super::value::{holder_of, remember};
+use candle_core::backend::BackendStorage;
 use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail,
+    CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, bail,
 };
 use std::sync::OnceLock;
 
@@ -81,6 +82,16 @@ pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
         remember(&view, &holder);
     }
     Ok(view)
+}
+
+/// Like [`Tensor::to_dtype`]. The node of the result does not hold `x`.
+pub fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    let from = x.dtype();
+    if from == dtype || !has_ticket(&[x]) {
+        return x.to_dtype(dtype);
+    }
+    let made = with_storage(x, |storage, layout| Ok((storage.to_dtype(layout, dtype)?, x.shape().clone())))?;
+    record("to_dtype", &[x], made, move |grad| Ok([Some(grad.to_dtype(from)?), None, None]))
 }
 
 /// The backward step of an op that reads its result.

@@ -32,7 +32,7 @@ mod node;
 mod slot;
 mod value;
 
-pub use apply::{apply1, apply2, apply3, has_ticket, record, reshape};
+pub use apply::{apply1, apply2, apply3, has_ticket, record, reshape, to_dtype};
 pub use kept::{backward, keep};
 pub use node::Grads;
 pub use slot::{forget_pass, nested};

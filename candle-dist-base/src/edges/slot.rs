@@ -1,5 +1,6 @@
 //! Where the gradients of one tensor meet.
 use candle_core::{CpuStorage, DType, InplaceOp2, Layout, Result, Shape, Tensor, bail};
+use half::bf16;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::cell::RefCell;
@@ -77,6 +78,10 @@ impl GradSlot {
         received.sum = Some(match received.sum.take() {
             None => GradSum { grad, is_own: false },
             Some(GradSum { grad: sum, is_own: true }) => GradSum { grad: add_to(sum, &grad)?, is_own: true },
+            // candle's sum of bf16 takes longer than a copy and a sum in place.
+            Some(GradSum { grad: sum, .. }) if sum.dtype() == DType::BF16 => {
+                GradSum { grad: add_to(sum.copy()?, &grad)?, is_own: true }
+            }
             Some(GradSum { grad: sum, .. }) => GradSum { grad: (sum + grad)?, is_own: true },
         });
         Ok(())
@@ -106,7 +111,7 @@ impl GradSlot {
 /// Returns the sum of two contiguous tensors of one shape, in the memory of `sum` where that is possible.
 pub(super) fn add_to(sum: Tensor, grad: &Tensor) -> Result<Tensor> {
     // candle mistakes empty tensors for views that repeat elements, which it does not change in place.
-    if sum.elem_count() == 0 || !matches!(sum.dtype(), DType::F32 | DType::F64) {
+    if sum.elem_count() == 0 || !matches!(sum.dtype(), DType::F32 | DType::F64 | DType::BF16) {
         return sum + grad;
     }
     sum.inplace_op2(grad, &AddTo)?;
@@ -136,7 +141,11 @@ impl InplaceOp2 for AddTo {
         match (sum, grad) {
             (CpuStorage::F32(sum), CpuStorage::F32(grad)) => add(&mut sum[to..to_end], &grad[from..from_end]),
             (CpuStorage::F64(sum), CpuStorage::F64(grad)) => add(&mut sum[to..to_end], &grad[from..from_end]),
-            _ => bail!("add_gradient: expected two tensors of f32 or of f64"),
+            (CpuStorage::BF16(sum), CpuStorage::BF16(grad)) => {
+                let pairs = sum[to..to_end].iter_mut().zip(&grad[from..from_end]);
+                pairs.for_each(|(sum, grad)| *sum = bf16::from_f32(sum.to_f32() + grad.to_f32()));
+            }
+            _ => bail!("add_gradient: expected two tensors of f32, of f64 or of bf16"),
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::operands::LeftOperand;
 use super::pairs::Pairs;
-use crate::{real::Real, rows::vectorised};
+use crate::{element::narrow_bf16, real::Real, rows::vectorised};
 
 /// Two numbers of bf16: their bits.
 type Word = [u16; 2];
@@ -179,30 +179,8 @@ impl LeftWords {
     }
 }
 
-/// Rounds to the nearest number of bf16, ties to even, in steps that the compiler vectorizes.
+/// The bits of the nearest number of bf16.
 #[inline(always)]
 pub(super) fn bf16_bits<T: Real>(x: T) -> u16 {
-    let bits = (x.to_f64() as f32).to_bits();
-    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-    // Rounding the bits of a NaN up would make another number of it.
-    let nan = bits >> 16 | 0x40;
-    (if bits & 0x7fff_ffff > f32::INFINITY.to_bits() { nan } else { rounded }) as u16
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use half::bf16;
-
-    #[test]
-    fn numbers_are_rounded_as_bf16_is() {
-        for bits in (0..=u32::MAX).step_by(4093).chain([0x7f80_0001, 0x7fff_ffff, 0xffff_ffff, 0x7f7f_ffff]) {
-            let x = f32::from_bits(bits);
-            let (got, want) = (bf16::from_bits(bf16_bits(x)), bf16::from_f32(x));
-            assert!(
-                got.is_nan() && want.is_nan() || got.to_bits() == want.to_bits(),
-                "{x:e}: {got:?} for {want:?}"
-            );
-        }
-    }
+    narrow_bf16(x.to_f64() as f32).to_bits()
 }
