@@ -66,4 +66,31 @@ mod tests {
             assert_eq!(got.to_vec1::<f32>().unwrap(), want.to_vec1::<f32>().unwrap(), "{dtype:?}");
         }
     }
+
+    /// A converted tensor that two ops use, made of a result of this crate.
+    #[test]
+    fn gradients_of_conversions_have_the_bits_of_candle() {
+        let values: Vec<f64> = (0..300).map(|i| ((i * 7919 % 1000) as f64 - 500.0) / 37.0).collect();
+        for (from, to) in [
+            (DType::F32, DType::BF16),
+            (DType::BF16, DType::F32),
+            (DType::F16, DType::F32),
+            (DType::F32, DType::F64),
+            (DType::F64, DType::F16),
+        ] {
+            let x = Tensor::new(&values[..], &Device::Cpu).unwrap().to_dtype(from).unwrap();
+            let x = Var::from_tensor(&x.reshape((20, 15)).unwrap()).unwrap();
+            let run = |convert: &dyn Fn(&Tensor, DType) -> Result<Tensor>| {
+                let made = convert(&crate::add(&x, &x).unwrap(), to).unwrap();
+                let wide = convert(&made.t().unwrap(), DType::F64).unwrap();
+                let loss = (wide.sqr().unwrap() * 0.125).unwrap().sum_all().unwrap();
+                let more = convert(&made, DType::F64).unwrap().sum_all().unwrap();
+                let grads = (loss + more).unwrap().backward().unwrap();
+                let elements =
+                    |x: &Tensor| x.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>();
+                [elements(&wide).unwrap(), elements(grads.get(&x).unwrap()).unwrap()]
+            };
+            assert_eq!(run(&convert), run(&|x, dtype| x.to_dtype(dtype)), "{from:?} to {to:?}");
+        }
+    }
 }

@@ -85,6 +85,18 @@ fn for_each(count: usize, run: &(dyn Fn(usize) + Sync)) {
     });
 }
 
+/// Returns the work of the busiest of simulated threads, which take parts of these costs in order, one whenever they are done.
+#[cfg(test)]
+pub(super) fn busiest(costs: &[usize], threads: usize) -> usize {
+    let mut busy = vec![0; threads];
+    for cost in costs {
+        if let Some(first) = busy.iter_mut().min() {
+            *first += cost;
+        }
+    }
+    busy.into_iter().max().unwrap_or(0)
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {

@@ -47,9 +47,15 @@ pub struct AttentionBackward<'a, T> {
     pub scale: Scale,
 }
 
-/// Pieces of work from which on the keys of a head are not cut further. Each piece that is computed takes memory for the gradient of the
-/// query.
-const PIECES: usize = 16;
+/// Pieces of work from which on the keys of a head are not cut further. Each piece has a gradient of the query of its own, which takes memory
+/// and is added to that of the others.
+const PIECES: usize = 64;
+
+/// Returns the keys of a piece. The cuts follow from the sizes alone, and so do the sums.
+pub(super) fn piece_size(sizes: &AttentionSizes) -> usize {
+    let cuts = PIECES.div_ceil(sizes.batch * sizes.kv_heads).min(sizes.keys.div_ceil(2 * TILE));
+    sizes.keys.div_ceil(cuts).next_multiple_of(TILE)
+}
 
 /// Adds the gradients through a block of keys and values, which are the rows from `first` on of those that `of_keys` is for.
 ///
@@ -70,9 +76,7 @@ pub(super) fn over<T: Real>(
         return Ok(());
     }
     let form = ProductForm::of::<T>(visible, &[&q, &k, &grad])?;
-    // The cuts follow from the sizes alone, and so do the sums.
-    let cuts = PIECES.div_ceil(batch * kv_heads).min(keys.div_ceil(2 * TILE));
-    let size = keys.div_ceil(cuts).next_multiple_of(TILE);
+    let size = piece_size(&sizes);
     let pieces = sizes.pieces(keys, size);
     let per_head = keys.div_ceil(size);
     let [mut of_key, mut of_value] = [Vec::new(), Vec::new()];
@@ -87,7 +91,7 @@ pub(super) fn over<T: Real>(
     let (mut work_of, mut first) = (pieces.iter().zip(of_key).zip(of_value), 0);
     // A few at a time, so that their parts of the gradient of the query do not take memory for all pieces.
     loop {
-        let some: Vec<_> = work_of.by_ref().take(at_a_time()).collect();
+        let some: Vec<_> = work_of.by_ref().take(at_a_time(&sizes, threads())).collect();
         let parts = sizes.each(some.into_iter(), |((piece, dk), dv)| {
             over_piece(work, [&q, &k, &v, &grad], (&sizes, piece), (visible, form), [dk, dv])
         })?;
@@ -111,12 +115,10 @@ pub(super) fn over<T: Real>(
     }
 }
 
-/// How many pieces are computed before their parts are added: enough for threads that are done to take others.
-fn at_a_time() -> usize {
-    match threads() {
-        1 => 1,
-        threads => 2 * threads,
-    }
+/// How many pieces are computed before their parts are added: enough for threads that are done to take others. At most all parts together take
+/// twice the memory of the gradient of the query, or each thread has two.
+pub(super) fn at_a_time(sizes: &AttentionSizes, threads: usize) -> usize {
+    if threads == 1 { 1 } else { 2 * threads.max(sizes.batch * sizes.kv_heads) }
 }
 
 /// The gradient of some queries of the heads that a key head serves, through some of its keys: head by head.

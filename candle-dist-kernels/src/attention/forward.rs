@@ -4,6 +4,7 @@ use super::heads::{AttentionSizes, BLOCK, HeadPiece, ProductForm, TILE, blocks};
 use super::visible::{Visible, union};
 use crate::{
     TensorReader,
+    parallel::threads,
     product::{LeftOperand, ProductRows},
     real::Real,
     rows::{max, min, sum, vectorised},
@@ -51,7 +52,7 @@ impl<T: Real> Partial<T> {
         let AttentionSizes { queries, heads, kv_heads, width, .. } = sizes;
         let (group, form) = (sizes.group(), ProductForm::of::<T>(visible, &[&v])?);
         let mut whole = Self::nothing(&sizes);
-        let size = piece_size(queries);
+        let size = piece_size(&sizes, threads());
         let pieces = sizes.pieces(queries, size);
         let rows = HeadPiece::cut(
             &mut whole.out,
@@ -136,10 +137,17 @@ pub(super) fn log_sum<T: Real>((top, sum): (T, T), rest: T) -> T {
     if sum == T::zero() { T::from_f64(f64::NEG_INFINITY) } else { top * rest + sum.ln() }
 }
 
-/// Returns how many queries of a head meet a tile of keys while it is packed: more in long texts, which have pieces enough for all threads.
-fn piece_size(queries: usize) -> usize {
-    (queries / 32).next_power_of_two().clamp(256, 1024)
+/// Returns how many queries of a head meet a tile of keys while it is packed: more in long texts, as long as each thread has some pieces.
+///
+/// A row has the same bits in each piece.
+fn piece_size(sizes: &AttentionSizes, threads: usize) -> usize {
+    let most = (sizes.queries / 32).next_power_of_two().clamp(256, 1024);
+    let share = sizes.queries * sizes.batch * sizes.kv_heads / (PIECES_OF_THREAD * threads);
+    share.next_multiple_of(BLOCK).clamp(BLOCK, most)
 }
+
+/// Pieces of queries for each thread, where there are several threads: they see different numbers of keys.
+const PIECES_OF_THREAD: usize = 4;
 
 /// Computes the queries of a piece for each head of its group; `out` has a row of all of them for each query. Returns
 /// the norms, head by head.
@@ -267,4 +275,53 @@ fn add_exponentials<T: Real>(row: &mut [T], scale: T, (top, total): (&mut T, &mu
         *v = ((*v - largest) * scale).exp_neg(T::zero());
     }
     *total += sum(row, |v| v);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::backward;
+    use crate::parallel::busiest;
+
+    /// The work of the busiest of simulated threads, by an even share: forward, then backward.
+    fn unevenness(sizes: &AttentionSizes, visible: &Visible, threads: usize) -> [f64; 2] {
+        let of = visible.of(0);
+        let pieces = sizes.pieces(sizes.queries, piece_size(sizes, threads)).into_iter().rev();
+        let forward: Vec<usize> = pieces.map(|piece| of[piece.rows].iter().map(Range::len).sum()).collect();
+        let pieces = sizes.pieces(sizes.keys, backward::piece_size(sizes)).into_iter();
+        let backward = pieces.map(|HeadPiece { rows: keys, .. }| {
+            let seen =
+                |range: &Range<usize>| range.end.min(keys.end).saturating_sub(range.start.max(keys.start));
+            of.iter().map(seen).sum()
+        });
+        let backward: Vec<usize> = backward.collect();
+        let at_a_time = backward::at_a_time(sizes, threads);
+        let busy = [
+            busiest(&forward, threads),
+            backward.chunks(at_a_time).map(|costs| busiest(costs, threads)).sum::<usize>(),
+        ];
+        let all = [&forward, &backward].map(|costs| costs.iter().sum::<usize>());
+        [0, 1].map(|pass| (busy[pass] * threads) as f64 / all[pass] as f64)
+    }
+
+    #[test]
+    fn work_is_cut_evenly_for_many_threads() {
+        let all = [[1, 4096, 8, 8], [4, 2048, 32, 8], [8, 1024, 9, 3], [1, 32768, 8, 2]];
+        for [batch, tokens, heads, kv_heads] in all {
+            let keys = [batch, tokens, kv_heads, 64];
+            let Some(sizes) = AttentionSizes::of(&[batch, tokens, heads, 64], &keys, &keys) else {
+                panic!("{heads} heads, {kv_heads} of keys")
+            };
+            let visible = Visible::plain(tokens, tokens, true);
+            // Backward a piece has 512 keys at least, of which short texts have few.
+            let bounds = [(1, [1.01, 1.01]), (2, [1.01, 1.01]), (4, [1.01, 1.05]), (8, [1.1, 1.15])];
+            for (threads, bounds) in
+                bounds.into_iter().chain([(16, [1.2, 1.5]), (32, [1.3, 1.6]), (64, [1.4, 2.1])])
+            {
+                let found = unevenness(&sizes, &visible, threads);
+                let is_even = found.iter().zip(bounds).all(|(found, bound)| *found <= bound);
+                assert!(is_even, "{batch} × {tokens}, {threads} threads: {found:.2?} for {bounds:?}");
+            }
+        }
+    }
 }
