@@ -11,6 +11,7 @@ use candle_core::{DType, Tensor};
 use candle_dist::{ProcessGroup, RankContext};
 use candle_shard::nn::Adapter;
 use serde::{Deserialize, Serialize};
+use tracing::{Span, info_span};
 
 use super::order::RankOrder;
 use super::queue::{QueueMode, RequestQueue, ServeStatus};
@@ -343,10 +344,13 @@ impl Leader<'_> {
             let tokens: usize = steps.iter().map(DecodeStep::len).sum();
             if tokens > 0 {
                 let began = Instant::now();
-                RankOrder::broadcast(Some(RankOrder::Compute(steps.clone())), ctx.group())?;
-                if let Some(logits) = engine.step_of_each(&steps)? {
-                    self.take(&plans, &logits)?;
-                }
+                let span = self.span_of(&steps, &plans);
+                span.in_scope(|| -> Result<()> {
+                    RankOrder::broadcast(Some(RankOrder::Compute(steps.clone())), ctx.group())?;
+                    let logits = engine.step_of_each(&steps)?;
+                    logits.map_or(Ok(()), |logits| self.take(&plans, &logits))
+                })?;
+                drop(span);
                 let now = Instant::now();
                 let seconds = (now - last.unwrap_or(began)).as_secs_f64();
                 last = Some(now);
@@ -368,6 +372,23 @@ impl Leader<'_> {
                 RankOrder::broadcast(Some(RankOrder::Wait), ctx.group())?;
             }
         }
+    }
+
+    /// The span of a pass, which follows from those of its texts.
+    fn span_of(&self, steps: &[DecodeStep], plans: &[PassPlan]) -> Span {
+        let tokens: usize = steps.iter().map(DecodeStep::len).sum();
+        let prompt: usize = plans.iter().map(|plan| plan.prompt).sum();
+        let span = info_span!(parent: None, "pass", tokens, prompt_tokens = prompt);
+        if !span.is_disabled() {
+            for (replica, step) in self.replicas.iter().zip(steps) {
+                for of_text in step.spans() {
+                    if let Some(text) = replica.carried(of_text.slot) {
+                        span.follows_from(text.span());
+                    }
+                }
+            }
+        }
+        span
     }
 
     /// Ends texts whose clients are gone, or whose time is over.

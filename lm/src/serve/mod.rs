@@ -16,6 +16,8 @@ mod front;
 mod grammar;
 mod metrics;
 mod model;
+mod openapi;
+mod otlp;
 mod parameters;
 mod prep;
 pub mod program;

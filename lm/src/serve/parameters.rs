@@ -231,7 +231,9 @@ fn biases(fields: &Fields, model: &ServedModel) -> ApiResult<BTreeMap<u32, f32>>
         return Err(ApiError::invalid(NAME, format!("`{NAME}` has more than {MOST_BIASES} tokens.")));
     }
     let one = |(token, bias): (&String, &Value)| {
-        let number = token.parse::<u64>().map(Value::from).unwrap_or(Value::Null);
+        // A number has no sign.
+        let digits = Some(token).filter(|token| token.bytes().all(|byte| byte.is_ascii_digit()));
+        let number = digits.and_then(|token| token.parse::<u64>().ok()).map_or(Value::Null, Value::from);
         let token = fields::token(&number, model.vocab_size)
             .ok_or_else(|| unknown(NAME, &Value::from(token.as_str()), model))?;
         let value = bias.as_f64().filter(|bias| (-100.0..=100.0).contains(bias));
