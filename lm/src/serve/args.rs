@@ -68,6 +68,10 @@ pub struct ServeArgs {
     #[arg(long, value_name = "URL")]
     pub otlp: Option<String>,
 
+    /// Seconds between two lines with the load, while there is some; 0 for none
+    #[arg(long, value_name = "SECONDS", default_value_t = 10)]
+    pub load_every: u64,
+
     /// Seconds that requests have to end after SIGTERM or SIGINT; a second signal ends the program at once
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub drain: u64,
@@ -97,6 +101,11 @@ impl ServeArgs {
             self.drain <= 86_400,
             "--drain {} is longer than a day: give 30 for half a minute.",
             self.drain
+        );
+        require!(
+            self.load_every <= 86_400,
+            "--load-every {} is longer than a day: give 10, or 0 for no lines.",
+            self.load_every
         );
         let is_url = |url: &String| url.starts_with("http://") || url.starts_with("https://");
         require!(

@@ -14,6 +14,7 @@ mod events;
 mod fields;
 mod front;
 mod grammar;
+mod load;
 mod metrics;
 mod model;
 mod openapi;

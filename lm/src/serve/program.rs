@@ -19,6 +19,7 @@ use examples::progress::Loading;
 
 use super::access::{Access, ApiKeys};
 use super::front::{Front, FrontOptions};
+use super::load;
 use super::model::ServedModel;
 use super::otlp::SpanExporter;
 use crate::args::Args;
@@ -72,7 +73,12 @@ pub fn run(args: &Args, name: &str, ranks: &Ranks<'_>) -> Result<bool> {
         let mine = (ctx.rank() == 0).then_some(&queue);
         thread::scope(|scope| {
             if mine.is_some() {
-                scope.spawn(|| tell_open(&queue, &is_over, loading, (name, address.as_deref())));
+                scope.spawn(|| {
+                    tell_open(&queue, &is_over, loading, (name, address.as_deref()));
+                    if args.serve.load_every > 0 {
+                        load::tell(&queue, &is_over, Duration::from_secs(args.serve.load_every));
+                    }
+                });
             }
             let served = serve(ctx, args.pp, &files, &options, mine);
             is_over.fetch_or(mine.is_some(), Ordering::Release);

@@ -4,7 +4,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::process::Command;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use test_utils::Dice;
@@ -180,10 +180,16 @@ fn a_signal_ends_the_program_when_its_requests_have_ended_and_a_second_one_at_on
 }
 
 #[test]
-fn an_idle_server_goes_on_serving() {
-    let program = Program::start(&["--tp", "2", "--timeout", "1"]);
+fn an_idle_server_goes_on_serving_and_tells_its_load() {
+    let mut program = Program::start(&["--tp", "2", "--timeout", "1", "--load-every", "1"]);
     thread::sleep(Duration::from_millis(2500));
+    assert!(!program.said().contains("load: "), "{}", program.said());
     assert!(!completion(program.address, "Once", true).is_empty());
+    let until = Instant::now() + Duration::from_secs(60);
+    while !program.said().contains("load: running=0 waiting=0") {
+        assert!(Instant::now() < until, "{}", program.said());
+        thread::sleep(Duration::from_millis(20));
+    }
 }
 
 #[test]
@@ -212,6 +218,7 @@ fn what_the_command_line_cannot_do_is_said_at_once() {
         (&["--port", "0", "--api-key-file", &short], "fewer than 8 bytes"),
         (&["--port", "0", "--api-key-file", missing], "--api-key-file"),
         (&["--otlp", "localhost:4318"], "--otlp localhost:4318"),
+        (&["--load-every", "100000"], "--load-every"),
         (&["--cp", "2", "--cache-bytes", "1000"], "takes"),
         (&["--cp", "2", "--pp", "2"], "--cp 2"),
         (&["--temperature", "1"], "--temperature has no effect with serve"),
