@@ -94,9 +94,14 @@ impl Parameters {
         for name in most {
             limit = limit.or(fields.count(name, 0, u64::from(u32::MAX))?.map(|most| most as usize));
         }
-        let stream_options = fields.object("stream_options")?;
-        let includes =
-            |name: &str| stream_options.and_then(|options| options.get(name)).and_then(Value::as_bool);
+        const OPTIONS: &str = "stream_options";
+        let told = fields.object(OPTIONS)?.and_then(|options| options.get("include_usage"));
+        let tells_usage = match told {
+            None | Some(Value::Null) => false,
+            Some(value) => {
+                value.as_bool().ok_or_else(|| wrong(OPTIONS, value, "a boolean `include_usage`"))?
+            }
+        };
         let streams = fields.flag("stream")?.unwrap_or(false);
         Ok(Self {
             sampling,
@@ -111,7 +116,7 @@ impl Parameters {
             count,
             most: limit,
             streams,
-            includes_usage: streams && includes("include_usage").unwrap_or(false),
+            includes_usage: streams && tells_usage,
             logprobs,
         })
     }

@@ -51,6 +51,7 @@ fn fields_out_of_range_are_named() {
         ("seed", json!("x")),
         ("stream", json!("yes")),
         ("stream_options", json!(true)),
+        ("stream_options", json!({"include_usage": {}})),
         ("logprobs", json!(2)),
         ("top_logprobs", json!(3)),
         ("logit_bias", json!({VOCABULARY.to_string(): 1})),
