@@ -11,11 +11,11 @@ use candle_core::{DType, Tensor};
 use candle_dist::{ProcessGroup, RankContext};
 use candle_shard::nn::Adapter;
 use serde::{Deserialize, Serialize};
-use tracing::{Span, info_span};
 
 use super::order::RankOrder;
 use super::queue::{QueueMode, RequestQueue, ServeStatus};
 use super::request::{RequestError, ServeRequest, TokenMask};
+use super::spans;
 use super::speed::PassLoad;
 use super::text::{RequestText, TextProgress};
 use crate::config::Config;
@@ -344,7 +344,7 @@ impl Leader<'_> {
             let tokens: usize = steps.iter().map(DecodeStep::len).sum();
             if tokens > 0 {
                 let began = Instant::now();
-                let span = self.span_of(&steps, &plans);
+                let span = spans::of_pass(&self.replicas, &steps, &plans);
                 span.in_scope(|| -> Result<()> {
                     RankOrder::broadcast(Some(RankOrder::Compute(steps.clone())), ctx.group())?;
                     let logits = engine.step_of_each(&steps)?;
@@ -372,23 +372,6 @@ impl Leader<'_> {
                 RankOrder::broadcast(Some(RankOrder::Wait), ctx.group())?;
             }
         }
-    }
-
-    /// The span of a pass, which follows from those of its texts.
-    fn span_of(&self, steps: &[DecodeStep], plans: &[PassPlan]) -> Span {
-        let tokens: usize = steps.iter().map(DecodeStep::len).sum();
-        let prompt: usize = plans.iter().map(|plan| plan.prompt).sum();
-        let span = info_span!(parent: None, "pass", tokens, prompt_tokens = prompt);
-        if !span.is_disabled() {
-            for (replica, step) in self.replicas.iter().zip(steps) {
-                for of_text in step.spans() {
-                    if let Some(text) = replica.carried(of_text.slot) {
-                        span.follows_from(text.span());
-                    }
-                }
-            }
-        }
-        span
     }
 
     /// Ends texts whose clients are gone, or whose time is over.

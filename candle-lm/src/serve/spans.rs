@@ -3,7 +3,24 @@
 use tracing::{Span, field, info, info_span};
 
 use super::request::{RequestError, ServeRequest};
+use super::text::RequestText;
 use crate::generate::Stop;
+use crate::scheduler::{PassPlan, Scheduler};
+use crate::step::DecodeStep;
+
+/// The span of a pass, which follows from those of its texts.
+pub(super) fn of_pass(replicas: &[Scheduler<RequestText>], steps: &[DecodeStep], plans: &[PassPlan]) -> Span {
+    let tokens: usize = steps.iter().map(DecodeStep::len).sum();
+    let prompt: usize = plans.iter().map(|plan| plan.prompt).sum();
+    let span = info_span!(parent: None, "pass", tokens, prompt_tokens = prompt);
+    if !span.is_disabled() {
+        for (replica, step) in replicas.iter().zip(steps) {
+            let texts = step.spans().iter().filter_map(|of_text| replica.carried(of_text.slot));
+            texts.for_each(|text| drop(span.follows_from(text.span())));
+        }
+    }
+    span
+}
 
 /// The span of a text, from its arrival to its end, and that of what happens to it now.
 ///

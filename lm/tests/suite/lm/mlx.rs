@@ -298,7 +298,7 @@ fn what_mlx_says_of_modules_holds_in_larger_models() {
         };
         let said: Value = Value::Object(modules.iter().map(renamed).collect());
         let larger = json!({
-            "model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": config,
+            "model_type": "qwen3_vl_moe", "text_config": config,
             "quantization": said, "quantization_config": said,
         });
         let folder = tempfile::tempdir().unwrap();
