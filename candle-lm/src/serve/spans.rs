@@ -16,7 +16,9 @@ pub(super) fn of_pass(replicas: &[Scheduler<RequestText>], steps: &[DecodeStep],
     if !span.is_disabled() {
         for (replica, step) in replicas.iter().zip(steps) {
             let texts = step.spans().iter().filter_map(|of_text| replica.carried(of_text.slot));
-            texts.for_each(|text| drop(span.follows_from(text.span())));
+            for text in texts {
+                span.follows_from(text.span());
+            }
         }
     }
     span
