@@ -162,8 +162,8 @@ fn fields_of_yarn_that_transformers_does_not_read_are_notes() {
         assert!(read.notes.iter().any(|told| told.starts_with(&note)), "{:?}", read.notes);
         read.notes.clone_from(&plain.notes);
         assert_eq!(read, plain);
-        scaling["rope_type"] = json!("linear");
-        assert!(refused(&scaled(&scaling)).contains(field));
+        let linear = json!({"rope_type": "linear", "factor": 4.0, field: value});
+        assert!(refused(&scaled(&linear)).contains(field));
     }
 }
 
