@@ -1,13 +1,15 @@
-"""Clients of the OpenAI API against `lm serve` with SmolLM2. Usage: serve_clients.py ADDRESS
+"""Clients of the OpenAI API, and the page in headless Chromium, against `lm serve` with SmolLM2. Usage: serve_clients.py ADDRESS
 
 Each check prints a line. The program fails if one fails.
 """
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -354,6 +356,100 @@ def openai_npm():
         return
     subprocess.run(["node", "-e", JAVASCRIPT, BASE, MODEL], check=True, timeout=120)
     until(lambda: metric("vllm:num_requests_running") == 0)
+
+
+class Browser:
+    """A page in headless Chromium, which is steered through a pipe (the DevTools protocol)."""
+
+    def __init__(self, program, folder, url):
+        pipes = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (*os.pipe(), *os.pipe())]
+        (read, self.to), (self.of, write) = pipes[:2], pipes[2:]
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={folder}"]
+        command = ["bash", "-c", f'exec "$@" 3<&{read} 4>&{write}', "chromium", program, *flags]
+        self.process = subprocess.Popen(command, pass_fds=(read, write), stderr=subprocess.DEVNULL)
+        os.close(read), os.close(write)
+        self.number, self.rest, self.session, self.faults = 0, b"", None, []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.call("Runtime.enable"), self.call("Log.enable"), self.call("Page.enable")
+        self.call("Page.navigate", url=url)
+
+    def call(self, method, **params):
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": params} | ({"sessionId": self.session} if self.session else {})
+        os.write(self.to, json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self.rest:
+                more = os.read(self.of, 1 << 16)
+                assert more, "Chromium has ended"
+                self.rest += more
+            answer, self.rest = self.rest.split(b"\0", 1)
+            answer = json.loads(answer)
+            if answer.get("id") == self.number:
+                assert "error" not in answer, answer
+                return answer["result"]
+            kind, told = answer.get("method"), answer.get("params", {})
+            if kind == "Runtime.exceptionThrown" or (kind == "Log.entryAdded" and told["entry"]["level"] == "error"):
+                self.faults.append(told)
+
+    def run(self, script):
+        made = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in made, made
+        return made["result"].get("value")
+
+    def end(self):
+        self.process.kill(), self.process.wait(), os.close(self.to), os.close(self.of)
+
+
+@check
+def page_in_chromium():
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if not program:
+        print("  SKIPPED: there is no Chromium to test the page in; apt-get install chromium")
+        return
+    # Its profile may still be written when it has been killed.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        browser = Browser(program, folder, ADDRESS)
+        try:
+            of_page(browser)
+        finally:
+            browser.end()
+
+
+def of_page(browser):
+    lines = lambda kind: browser.run(f"[...document.querySelectorAll('#talk .{kind}')].map((line) => line.textContent)")
+    is_idle = lambda: browser.run("!document.getElementById('send').disabled && document.getElementById('stop').hidden")
+
+    def send(text, temperature=0):
+        browser.run(f"element('temperature').value = {temperature}; element('message').value = {json.dumps(text)}; element('form').requestSubmit()")
+
+    until(lambda: browser.run("document.getElementById('name')?.textContent") == MODEL, 60)
+    send(ASK[0]["content"])
+    until(is_idle, 60)
+    wanted = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0).choices[0].message.content
+    assert lines("user") == [ASK[0]["content"]] and lines("assistant") == [wanted], (lines("assistant"), wanted)
+    # The second turn has the first before it, and markup is text.
+    markup = "<img src=x onerror=alert(1)> & <b>bold</b>"
+    send(markup)
+    until(is_idle, 60)
+    talk = [*ASK, {"role": "assistant", "content": wanted}, {"role": "user", "content": markup}]
+    wanted = client.chat.completions.create(model=MODEL, messages=talk, temperature=0).choices[0].message.content
+    assert lines("user")[1] == markup and lines("assistant")[1] == wanted, (lines("assistant"), wanted)
+    assert browser.run("document.querySelector('#talk img, #talk b')") is None
+    browser.run("element('clear').click()")
+    assert browser.run("element('talk').childElementCount") == 0
+    # A text that is stopped is cancelled in the server.
+    send("Write a very long story about the sea, the sky and a ship with a hundred sailors.", 1)
+    until(lambda: "".join(lines("assistant")), 60)
+    browser.run("element('stop').click()")
+    until(is_idle)
+    until(lambda: metric("vllm:num_requests_running") == 0)
+    assert not lines("error")
+    assert not browser.faults, browser.faults
+    # What the server refuses is shown.
+    send("Hi", 5)
+    until(lambda: any("temperature" in line for line in lines("error")))
+    until(is_idle)
 
 
 failed = 0

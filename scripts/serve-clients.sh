@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Runs real clients against `lm serve`: openai for Python and JavaScript, LangChain, LiteLLM, and schemathesis. Usage: scripts/serve-clients.sh [FLAG..]
+# Runs real clients against `lm serve`: openai for Python and JavaScript, LangChain, LiteLLM, its page in Chromium, and schemathesis. Usage:
+# scripts/serve-clients.sh [FLAG..]
 #
 # Needs network once, for pip, npm and SmolLM2. Clients are installed outside of the repository. Flags are those of `lm serve`, for example --tp 2.
-# LM names a program that is built, and FUZZ=0 leaves schemathesis out.
+# LM names a program that is built, and FUZZ=0 leaves schemathesis out. A text of the default length takes as long as the model does, so
+# schemathesis sets no time. Chromium is used where it is installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 model="$(scripts/smollm2.sh)"
@@ -31,7 +33,7 @@ for _ in $(seq 600); do
 done
 address="$(sed -n 's/^Serving .* at \(http[^ ]*\): .*/\1/p' "$said")"
 NODE_PATH="$tools/node_modules" "$tools/bin/python" benchmarks/serve_clients.py "$address"
-[ "${FUZZ:-1}" = 0 ] || "$tools/bin/st" run "$address/openapi.json" --url "$address" --max-examples 25 --checks all --request-timeout 60 --seed 1 --phases examples,coverage,fuzzing \
+[ "${FUZZ:-1}" = 0 ] || "$tools/bin/st" run "$address/openapi.json" --url "$address" --max-examples 25 --checks all --request-timeout 600 --max-response-time 600 --seed 1 --phases examples,coverage,fuzzing \
   --exclude-checks positive_data_acceptance
 kill -TERM "$server"
 wait "$server"

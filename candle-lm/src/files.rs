@@ -93,6 +93,7 @@ impl Files {
         if config.has_images {
             weights = weights.retain(|name| wrapper::name_in_text(name).is_some());
             weights = weights.rename(|name| wrapper::name_in_text(name).unwrap_or_default())?;
+            config.quantization = config.quantization.map(wrapper::quantization_in_text);
         }
         let has_drafts = weights.names().any(|name| config.is_of_draft(name));
         if has_drafts {

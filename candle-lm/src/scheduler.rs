@@ -230,6 +230,11 @@ impl<T> Scheduler<T> {
         texts.sum::<usize>() + new.prompt - known.max().unwrap_or(0)
     }
 
+    /// What the text in a slot carries.
+    pub(crate) fn carried(&self, slot: usize) -> Option<&T> {
+        self.slots.get(slot)?.text.as_ref().map(|text| &text.carried)
+    }
+
     /// What the text in a slot carries, and how many tokens of its prompt were not computed.
     pub(crate) fn text(&mut self, slot: usize) -> Option<(&mut T, usize)> {
         let text = self.slots.get_mut(slot)?.text.as_mut()?;

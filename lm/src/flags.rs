@@ -32,7 +32,7 @@ const FLAGS: [(&str, &[Command]); 14] = [
     ("ignore_field", &[Generate, Train, Serve, Score, Info, Export, Merge]),
     ("tp", &[Generate, Train, Serve, Score, Info]),
     ("dp", &[Train, Serve]),
-    ("cp", &[Generate, Train, Score]),
+    ("cp", &[Generate, Train, Serve, Score]),
     ("ep", &[Generate, Train, Serve, Score, Info]),
     ("shares", &[Generate, Serve, Score, Info]),
     ("dequantize", &[Generate, Serve, Score, Info]),

@@ -201,8 +201,8 @@ impl Config {
         let (fields, has_images) = wrapper::unwrapped(fields)?;
         let fields = families::plain(fields)?;
         let mut fields = Fields::new(fields, unknown, ignored)?;
-        let ((rope_theta, rope_scaling), note) = rope::read(&fields)?;
-        fields.notes.extend(note);
+        let ((rope_theta, rope_scaling), notes) = rope::read(&fields)?;
+        fields.notes.extend(notes);
         fields.notes.extend(has_images.then(|| "the parts for images are left out".to_owned()));
         let ids = |name: &str| fields.get(name).map_or(Ok(None), |value| TokenIds::read(name, value));
         let absent = fields.family.absent;

@@ -51,6 +51,10 @@ pub(super) const PROPORTIONAL: &str = "proportional";
 /// A factor of wavelengths that keeps a pair from being turned, as files of llama.cpp have it.
 const STILL: f64 = 1e30;
 
+/// Fields of YaRN that transformers does not read, though released files have them: a factor that vLLM takes for `attention_factor`
+/// times its own, and whether a model learned with its scaling.
+const UNREAD: [&str; 2] = ["attn_factor", "finetuned"];
+
 const LISTS: &[&str] = &["short_factor", "long_factor"];
 
 /// Fields that each kind may have in addition to its own.
@@ -59,11 +63,11 @@ const COMMON: [&str; 4] = ["rope_type", "type", "rope_theta", "partial_rotary_fa
 /// The layers with a window, in `rope_parameters` of families with two kinds of layers.
 const SLIDING: &str = "sliding_attention";
 
-/// What the fields say, and a note if they do not say the base.
+/// What the fields say, and notes on what they do not say and on what is not used.
 ///
 /// # Errors
 /// If they say two things, or something that is not known; the field is named.
-pub(super) fn read(fields: &Fields) -> Result<(RopeSettings, Option<String>)> {
+pub(super) fn read(fields: &Fields) -> Result<(RopeSettings, Vec<String>)> {
     let forms = forms(fields, "full_attention")?;
     let inside =
         forms.iter().filter_map(|(name, form)| Some((format!("{name}.rope_theta"), form.get("rope_theta")?)));
@@ -76,6 +80,14 @@ pub(super) fn read(fields: &Fields) -> Result<(RopeSettings, Option<String>)> {
     let note = bases
         .is_empty()
         .then(|| format!("there is no rope_theta: it is {absent}, as without it in transformers"));
+    let of_form = |(name, form): &(&str, &Map<String, Value>)| {
+        let found = UNREAD.iter().filter_map(|unread| Some((unread, form.get(*unread)?)));
+        found
+            .map(|(unread, said)| format!("{name}: {unread} {said} is not used, as in transformers"))
+            .collect()
+    };
+    let unread: Vec<Vec<String>> = forms.iter().map(of_form).collect();
+    let notes = note.into_iter().chain(unread.into_iter().flatten()).collect();
     let (first, base) = bases.first().map_or(("", absent), |(name, base)| (name.as_str(), *base));
     if let Some((other, unlike)) = bases.iter().find(|(_, theta)| *theta != base) {
         bail!("{first} is {base} and {other} is {unlike}; leave the right one");
@@ -95,7 +107,7 @@ pub(super) fn read(fields: &Fields) -> Result<(RopeSettings, Option<String>)> {
             base * alpha.powf(width as f64 / (width - 2) as f64)
         }
     };
-    Ok(((base, scalings.pop().flatten()), note))
+    Ok(((base, scalings.pop().flatten()), notes))
 }
 
 /// The width of a head.
@@ -246,6 +258,7 @@ fn scaling(fields: &Fields, form: &Map<String, Value>) -> Result<Option<RopeScal
                 .chain(&COMMON)
                 .chain(fields.family.of_rope())
                 .any(|known| known == name)
+                || (*kind == "yarn" && UNREAD.contains(&name.as_str()))
                 || matches!(fields.family.rule(name), Some(FieldRule::Harmless)),
             "{name} ({}) is a field that is not known for rope_type {kind:?}",
             shortened(value)

@@ -215,6 +215,16 @@ pub(super) fn unwrapped(mut fields: Map<String, Value>) -> Result<(Map<String, V
     Ok((text, true))
 }
 
+/// What is said of the quantization of such a model, with the names that modules have in its language model alone.
+pub(crate) fn quantization_in_text(said: Value) -> Value {
+    let Value::Object(said) = said else { return said };
+    let own = |(name, value): (String, Value)| {
+        let renamed = Some(&name).filter(|_| value.is_object()).and_then(|name| name_in_text(name));
+        (renamed.unwrap_or(name), value)
+    };
+    Value::Object(said.into_iter().map(own).collect())
+}
+
 /// The name that a tensor of such a model has in its language model alone; `None` for those of images.
 pub(crate) fn name_in_text(name: &str) -> Option<String> {
     let inner = name.strip_prefix("model.").unwrap_or(name);

@@ -4,6 +4,7 @@ mod order;
 mod queue;
 mod request;
 mod run;
+mod spans;
 mod speed;
 mod stream;
 mod text;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::request::{RequestError, ServeRequest};
+use super::spans::TextSpans;
 use super::speed::{PassLoad, ReadingSpeed};
 use super::stream::{self, EventSender, RequestStream, TokenEvent, WeakSender};
 
@@ -108,6 +109,14 @@ pub struct WaitingRequest {
     pub request: ServeRequest,
     /// Where its events go.
     pub events: EventSender,
+    pub(super) spans: TextSpans,
+}
+
+impl WaitingRequest {
+    pub(super) fn new(request: ServeRequest, events: EventSender) -> Self {
+        let spans = TextSpans::new(&request);
+        Self { request, events, spans }
+    }
 }
 
 /// What the front asks of the engine as a whole.
@@ -216,7 +225,7 @@ impl RequestQueue {
         }
         let push = |request| {
             let (events, stream) = stream::channel();
-            state.push(WaitingRequest { request, events });
+            state.push(WaitingRequest::new(request, events));
             stream
         };
         let streams = requests.into_iter().map(push).collect();
@@ -361,6 +370,7 @@ impl RequestQueue {
         (state.status.running, state.status.waiting) = (0, 0);
         while let Some(waiting) = state.take() {
             state.status.ended += 1;
+            waiting.spans.end(0, &Err(error.clone()));
             waiting.events.send(TokenEvent::Failed(error.clone()));
         }
         let open = std::mem::take(&mut state.open);
@@ -454,9 +464,10 @@ impl QueueContents {
         let (mut requests, mut tokens) = (0, 0);
         let mut ended = 0;
         for of_client in self.waiting.values_mut() {
-            of_client.retain(|WaitingRequest { request, events }| {
+            of_client.retain(|WaitingRequest { request, events, spans }| {
                 let is_late = request.deadline.is_some_and(|deadline| deadline <= now);
                 if is_late {
+                    spans.end(0, &Err(RequestError::Deadline));
                     events.send(TokenEvent::Failed(RequestError::Deadline));
                 }
                 let stays = !is_late && !events.is_abandoned();

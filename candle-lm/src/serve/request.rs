@@ -5,6 +5,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
+use tracing::Span;
+
 use crate::sample::Sampling;
 
 /// What to write on from a prompt, for one client.
@@ -45,6 +47,8 @@ pub struct ServeRequest {
     pub adapter: Option<usize>,
     /// Who asks: requests of unlike clients take turns in the queue.
     pub client: u64,
+    /// The span of the crate `tracing` that has those of the text.
+    pub span: Span,
 }
 
 impl ServeRequest {
@@ -64,6 +68,7 @@ impl ServeRequest {
             cache_salt: 0,
             adapter: None,
             client: 0,
+            span: Span::none(),
         }
     }
 }

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::order::RankOrder;
 use super::queue::{QueueMode, RequestQueue, ServeStatus};
 use super::request::{RequestError, ServeRequest, TokenMask};
+use super::spans;
 use super::speed::PassLoad;
 use super::text::{RequestText, TextProgress};
 use crate::config::Config;
@@ -343,10 +344,13 @@ impl Leader<'_> {
             let tokens: usize = steps.iter().map(DecodeStep::len).sum();
             if tokens > 0 {
                 let began = Instant::now();
-                RankOrder::broadcast(Some(RankOrder::Compute(steps.clone())), ctx.group())?;
-                if let Some(logits) = engine.step_of_each(&steps)? {
-                    self.take(&plans, &logits)?;
-                }
+                let span = spans::of_pass(&self.replicas, &steps, &plans);
+                span.in_scope(|| -> Result<()> {
+                    RankOrder::broadcast(Some(RankOrder::Compute(steps.clone())), ctx.group())?;
+                    let logits = engine.step_of_each(&steps)?;
+                    logits.map_or(Ok(()), |logits| self.take(&plans, &logits))
+                })?;
+                drop(span);
                 let now = Instant::now();
                 let seconds = (now - last.unwrap_or(began)).as_secs_f64();
                 last = Some(now);

@@ -6,9 +6,11 @@ use std::time::Instant;
 
 use anyhow::{Result, anyhow};
 use candle_shard::nn::RowAdapters;
+use tracing::Span;
 
 use super::queue::WaitingRequest;
 use super::request::{RequestError, ServeRequest, TokenConstraint, TokenLogprob, TokenMask};
+use super::spans::TextSpans;
 use super::stream::{EventSender, TokenEvent};
 use crate::generate::Stop;
 use crate::sample::Sampler;
@@ -22,6 +24,7 @@ const LEAST_LOGPROB: f32 = -9999.0;
 pub(super) struct RequestText {
     writer: TextWriter,
     events: EventSender,
+    spans: TextSpans,
     /// The tokens that end it.
     ends: BTreeSet<u32>,
     logit_bias: BTreeMap<u32, f32>,
@@ -53,10 +56,11 @@ pub(super) enum TextProgress {
 impl RequestText {
     /// The text of a request, which the tokens `ends` of the model end, in a slot of `room` tokens.
     pub(super) fn new(
-        WaitingRequest { request, events }: WaitingRequest,
+        WaitingRequest { request, events, mut spans }: WaitingRequest,
         ends: &BTreeSet<u32>,
         room: usize,
     ) -> SlotText<Self> {
+        spans.admit();
         let ServeRequest { prompt, max_tokens, sampling, prompt_logprobs: wants_all, .. } = request;
         let mut all = request.stop_tokens;
         if !request.ignore_eos {
@@ -65,6 +69,7 @@ impl RequestText {
         let carried = Self {
             writer: TextWriter::new(&prompt, max_tokens, room, Sampler::new(sampling)),
             events,
+            spans,
             ends: all,
             logit_bias: request.logit_bias,
             logprobs: request.logprobs,
@@ -91,6 +96,11 @@ impl RequestText {
         self.is_begun
     }
 
+    /// The span of the text.
+    pub(super) fn span(&self) -> &Span {
+        self.spans.text()
+    }
+
     /// How many tokens were written.
     pub(super) fn written(&self) -> usize {
         self.writer.tokens.len()
@@ -103,6 +113,7 @@ impl RequestText {
 
     /// Tells the last event.
     pub(super) fn finish(&self, end: Result<Stop, RequestError>) {
+        self.spans.end(self.written(), &end);
         self.events.send(end.map_or_else(TokenEvent::Failed, TokenEvent::Ended));
     }
 
@@ -153,6 +164,7 @@ impl RequestText {
         if !self.is_begun {
             self.is_begun = true;
             self.prompt = Vec::new();
+            self.spans.begin(reused);
             let prompt_logprobs = std::mem::take(&mut self.prompt_logprobs);
             self.events.send(TokenEvent::Begun { cached: reused, admitted: self.admitted, prompt_logprobs });
             if let Some(stop) = self.writer.stop() {
@@ -176,6 +188,9 @@ impl RequestText {
             guarded(|| constraint.accept(token))?;
         }
         let (events, at) = (&self.events, Instant::now());
+        if self.writer.tokens.is_empty() {
+            self.spans.tell_first_token();
+        }
         if let Some(logprob) = told.clone().filter(|_| self.ends.contains(&token)) {
             events.send(TokenEvent::EndToken { token, logprob });
         }
@@ -242,7 +257,8 @@ mod tests {
     /// What comes of a request by the logits of one pass, without what begins it.
     fn passed(request: ServeRequest, logits: &[f32]) -> (TextProgress, Vec<TokenEvent>) {
         let (events, mut stream) = channel();
-        let mut text = RequestText::new(WaitingRequest { request, events }, &BTreeSet::from([2]), 10).carried;
+        let mut text =
+            RequestText::new(WaitingRequest::new(request, events), &BTreeSet::from([2]), 10).carried;
         let mut mask = TokenMask::new(logits.len());
         let rows = PassRows { slot: 0, first: 0, rows: 1, start: 0, is_next: true };
         let progress = text.advance(logits, logits.len(), &rows, 0, &mut mask);
@@ -272,7 +288,7 @@ mod tests {
         let prompt = vec![0, 1, 2, 1];
         let request =
             ServeRequest { logprobs: Some(0), prompt_logprobs: true, ..ServeRequest::new(prompt.clone(), 0) };
-        let mut text = RequestText::new(WaitingRequest { request, events }, &BTreeSet::new(), 10).carried;
+        let mut text = RequestText::new(WaitingRequest::new(request, events), &BTreeSet::new(), 10).carried;
         let mut mask = TokenMask::new(3);
         // It loses its slot behind the second pass, and is read in other chunks then.
         for span in [0..1, 1..3, 0..2, 2..4] {

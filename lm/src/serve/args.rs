@@ -64,6 +64,14 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 512)]
     pub connections: usize,
 
+    /// Collector of OpenTelemetry for spans of requests and passes, as JSON over HTTP, for example http://127.0.0.1:4318
+    #[arg(long, value_name = "URL")]
+    pub otlp: Option<String>,
+
+    /// Seconds between two lines with the load, while there is some; 0 for none
+    #[arg(long, value_name = "SECONDS", default_value_t = 10)]
+    pub load_every: u64,
+
     /// Seconds that requests have to end after SIGTERM or SIGINT; a second signal ends the program at once
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub drain: u64,
@@ -93,6 +101,17 @@ impl ServeArgs {
             self.drain <= 86_400,
             "--drain {} is longer than a day: give 30 for half a minute.",
             self.drain
+        );
+        require!(
+            self.load_every <= 86_400,
+            "--load-every {} is longer than a day: give 10, or 0 for no lines.",
+            self.load_every
+        );
+        let is_url = |url: &String| url.starts_with("http://") || url.starts_with("https://");
+        require!(
+            self.otlp.as_ref().is_none_or(is_url),
+            "--otlp {} is no address of a collector: give for example http://127.0.0.1:4318.",
+            self.otlp.as_deref().unwrap_or_default()
         );
         let is_name =
             |name: &String| !name.is_empty() && name.len() <= 200 && !name.chars().any(char::is_control);

@@ -428,9 +428,19 @@ fn grammar(fields: &Fields, tools: &Tools, context: &RequestContext<'_>) -> ApiR
         None | Some(Some("text")) => None,
         Some(Some("json_object")) => Some(json!({"type": "object"})),
         Some(Some("json_schema")) => {
-            let schema = format
-                .and_then(|format| format.get("json_schema")?.get("schema"))
-                .filter(|schema| !schema.is_null());
+            let named = format.and_then(|format| format.get("json_schema"));
+            let of = |name: &str| named?.get(name).filter(|value| !value.is_null());
+            let schema = of("schema");
+            if of("strict").is_some_and(|strict| !strict.is_boolean())
+                || of("name").is_some_and(|name| !name.is_string())
+            {
+                return Err(ApiError::invalid(
+                    NAME,
+                    format!(
+                        "`{NAME}` has a `json_schema` whose `name` is no string, or whose `strict` is no boolean."
+                    ),
+                ));
+            }
             match schema {
                 Some(schema) if schema.is_object() || schema.is_boolean() => Some(schema.clone()),
                 _ => {

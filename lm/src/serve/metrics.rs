@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use candle_lm::serve::ServeStatus;
 use examples::cli;
 use parking_lot::Mutex;
+use tracing::{Span, field, info_span};
 
 use super::choice::Choice;
 
@@ -234,6 +235,8 @@ pub(super) struct RequestRecord {
     queue: Option<Duration>,
     ends: Vec<&'static str>,
     is_finished: bool,
+    /// The span of the request, which has those of its texts.
+    pub(super) span: Span,
 }
 
 impl RequestRecord {
@@ -244,6 +247,15 @@ impl RequestRecord {
         route: &'static str,
         client: Option<&str>,
     ) -> Self {
+        let span = info_span!(
+            parent: None,
+            "request",
+            request.id = id,
+            http.route = route,
+            http.response.status_code = field::Empty,
+            gen_ai.usage.input_tokens = field::Empty,
+            gen_ai.usage.output_tokens = field::Empty,
+        );
         Self {
             metrics,
             logs,
@@ -259,6 +271,7 @@ impl RequestRecord {
             queue: None,
             ends: Vec::new(),
             is_finished: false,
+            span,
         }
     }
 
@@ -316,6 +329,11 @@ impl RequestRecord {
             return;
         }
         let whole = self.arrival.elapsed();
+        let span = std::mem::replace(&mut self.span, Span::none());
+        span.record("http.response.status_code", status);
+        span.record("gen_ai.usage.input_tokens", self.prompt_tokens);
+        span.record("gen_ai.usage.output_tokens", self.written);
+        drop(span);
         let is_aborted = self.ends.is_empty() && (self.written > 0 || status == 499);
         self.metrics.change(self.adapter, |numbers| {
             if let Some(count) = numbers.responses.get_mut(usize::from(status / 100)) {

@@ -94,9 +94,14 @@ impl Parameters {
         for name in most {
             limit = limit.or(fields.count(name, 0, u64::from(u32::MAX))?.map(|most| most as usize));
         }
-        let stream_options = fields.object("stream_options")?;
-        let includes =
-            |name: &str| stream_options.and_then(|options| options.get(name)).and_then(Value::as_bool);
+        const OPTIONS: &str = "stream_options";
+        let told = fields.object(OPTIONS)?.and_then(|options| options.get("include_usage"));
+        let tells_usage = match told {
+            None | Some(Value::Null) => false,
+            Some(value) => {
+                value.as_bool().ok_or_else(|| wrong(OPTIONS, value, "a boolean `include_usage`"))?
+            }
+        };
         let streams = fields.flag("stream")?.unwrap_or(false);
         Ok(Self {
             sampling,
@@ -111,7 +116,7 @@ impl Parameters {
             count,
             most: limit,
             streams,
-            includes_usage: streams && includes("include_usage").unwrap_or(false),
+            includes_usage: streams && tells_usage,
             logprobs,
         })
     }
@@ -231,7 +236,9 @@ fn biases(fields: &Fields, model: &ServedModel) -> ApiResult<BTreeMap<u32, f32>>
         return Err(ApiError::invalid(NAME, format!("`{NAME}` has more than {MOST_BIASES} tokens.")));
     }
     let one = |(token, bias): (&String, &Value)| {
-        let number = token.parse::<u64>().map(Value::from).unwrap_or(Value::Null);
+        // A number has no sign.
+        let digits = Some(token).filter(|token| token.bytes().all(|byte| byte.is_ascii_digit()));
+        let number = digits.and_then(|token| token.parse::<u64>().ok()).map_or(Value::Null, Value::from);
         let token = fields::token(&number, model.vocab_size)
             .ok_or_else(|| unknown(NAME, &Value::from(token.as_str()), model))?;
         let value = bias.as_f64().filter(|bias| (-100.0..=100.0).contains(bias));

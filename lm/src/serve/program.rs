@@ -19,7 +19,9 @@ use examples::progress::Loading;
 
 use super::access::{Access, ApiKeys};
 use super::front::{Front, FrontOptions};
+use super::load;
 use super::model::ServedModel;
+use super::otlp::SpanExporter;
 use crate::args::Args;
 use crate::input::agree;
 use crate::{memory, opened};
@@ -61,6 +63,8 @@ pub fn run(args: &Args, name: &str, ranks: &Ranks<'_>) -> Result<bool> {
     let limits =
         QueueLimits { requests: args.serve.queue, tokens: args.serve.queue.saturating_mul(WAITING_TOKENS) };
     let queue = RequestQueue::new(limits);
+    let otlp = args.serve.otlp.as_deref().filter(|_| ranks.is_first());
+    let exporter = agree(ranks, otlp.map(|url| SpanExporter::start(url, name)).transpose())?;
     let front = || listen(args, Box::leak(Box::new(model)), &queue, &stop).map(Some);
     let front = agree(ranks, if ranks.is_first() { front() } else { Ok(None) })?;
     let address = front.as_ref().map(|front| format!("http://{}", front.address()));
@@ -69,7 +73,12 @@ pub fn run(args: &Args, name: &str, ranks: &Ranks<'_>) -> Result<bool> {
         let mine = (ctx.rank() == 0).then_some(&queue);
         thread::scope(|scope| {
             if mine.is_some() {
-                scope.spawn(|| tell_open(&queue, &is_over, loading, (name, address.as_deref())));
+                scope.spawn(|| {
+                    tell_open(&queue, &is_over, loading, (name, address.as_deref()));
+                    if args.serve.load_every > 0 {
+                        load::tell(&queue, &is_over, Duration::from_secs(args.serve.load_every));
+                    }
+                });
             }
             let served = serve(ctx, args.pp, &files, &options, mine);
             is_over.fetch_or(mine.is_some(), Ordering::Release);
@@ -84,6 +93,7 @@ pub fn run(args: &Args, name: &str, ranks: &Ranks<'_>) -> Result<bool> {
     );
     // Clients read their errors before the program ends with its cause.
     front.into_iter().for_each(Front::finish);
+    exporter.into_iter().for_each(SpanExporter::finish);
     if let Some(report) = served? {
         let ServeReport { tokens, passes, .. } = report;
         cli::tell("note", format_args!("the server has ended after {passes} passes with {tokens} tokens"));

@@ -33,7 +33,7 @@ use super::model::ServedModel;
 use super::parameters::check_model;
 use super::prep::{PrepThread, RequestContext};
 use super::response_writer::ResponseWriter;
-use super::{chat, completion, responses};
+use super::{chat, completion, openapi, responses};
 
 /// The time that a body has to arrive.
 const BODY_TIME: Duration = Duration::from_secs(60);
@@ -51,6 +51,8 @@ pub(super) struct FrontState {
     options: FrontOptions,
     metrics: Metrics,
     prep: PrepThread,
+    /// What `/openapi.json` says.
+    described: String,
     /// The bytes of bodies that are kept at once.
     bodies: Arc<Semaphore>,
 }
@@ -68,7 +70,9 @@ impl FrontState {
         let prep = PrepThread::start(bodies)?;
         let bytes = options.limits.body.saturating_mul(LARGE_BODIES).min(Semaphore::MAX_PERMITS);
         let bodies = Arc::new(Semaphore::new(bytes));
-        Ok(Self { model, queue, options, metrics: Metrics::new(model.names().count()), prep, bodies })
+        let described = openapi::described(model.vocab_size, options.limits.texts);
+        let metrics = Metrics::new(model.names().count());
+        Ok(Self { model, queue, options, metrics, prep, described, bodies })
     }
 
     /// The state of the engine, if it takes requests.
@@ -165,8 +169,8 @@ async fn page() -> Response<Body> {
     response
 }
 
-async fn openapi() -> Response<Body> {
-    of_type("application/json", include_str!("openapi.json"))
+async fn openapi(State(state): FrontHandle) -> Response<Body> {
+    of_type("application/json", state.described.clone())
 }
 
 /// Whether the process lives and its model goes on.
@@ -375,7 +379,8 @@ async fn texts(state: &FrontState, record: &mut RequestRecord, plan: AnswerPlan)
     let adapter = plans.first().and_then(|plan| plan.request.adapter);
     let name = model.name_with(adapter);
     record.begin(prompt_tokens, adapter);
-    let (requests, plans): (Vec<_>, Vec<_>) = plans.into_iter().map(ChoicePlan::split).unzip();
+    let (mut requests, plans): (Vec<_>, Vec<_>) = plans.into_iter().map(ChoicePlan::split).unzip();
+    requests.iter_mut().for_each(|request| request.span = record.span.clone());
     let events = state.queue.submit_all(requests).map_err(|error| ApiError::of_submit(error, param))?;
     let texts = events.into_iter().zip(plans).enumerate();
     let mut choices: Vec<Choice> =

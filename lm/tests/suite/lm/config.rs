@@ -146,6 +146,27 @@ fn fields_that_change_nothing_are_notes_and_all_others_are_named_at_once() {
     assert!(said.contains("--ignore-field hidden_size, nothing"), "{said}");
 }
 
+/// DeepSeek-R1-0528-Qwen3-8B has the first one, and the long Llamas of NousResearch the second.
+#[test]
+fn fields_of_yarn_that_transformers_does_not_read_are_notes() {
+    let facts = facts();
+    let [_, base] = &facts.models[0].configs;
+    let yarn = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32});
+    let scaled = |scaling: &Value| with(base, &json!({"rope_parameters": null, "rope_scaling": scaling}));
+    let plain = Config::parse(&scaled(&yarn)).unwrap();
+    for (field, value) in [("attn_factor", json!(0.878)), ("finetuned", json!(true))] {
+        let mut scaling = yarn.clone();
+        scaling[field] = value.clone();
+        let mut read = Config::parse(&scaled(&scaling)).unwrap();
+        let note = format!("rope_scaling: {field} {value} is not used");
+        assert!(read.notes.iter().any(|told| told.starts_with(&note)), "{:?}", read.notes);
+        read.notes.clone_from(&plain.notes);
+        assert_eq!(read, plain);
+        let linear = json!({"rope_type": "linear", "factor": 4.0, field: value});
+        assert!(refused(&scaled(&linear)).contains(field));
+    }
+}
+
 /// MLX has the codes of weights under a name of its own, beside that of all others or alone.
 #[test]
 fn codes_of_mlx_have_two_names() {

@@ -270,6 +270,50 @@ fn codes_of_mlx_compute_what_their_floats_compute() {
 }
 
 #[test]
+fn what_mlx_says_of_modules_holds_in_larger_models() {
+    let (prompt, models) = cases();
+    let (Family { config, .. }, tensors) =
+        models.into_iter().find(|(model, _)| model.case == "qwen3 moe").unwrap();
+    let [codes, whole] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    write_codes(codes.path(), whole.path(), &config, &tensors);
+    let of_codes: Value =
+        serde_json::from_str(&fs::read_to_string(codes.path().join("config.json")).unwrap()).unwrap();
+    let stored =
+        candle_core::safetensors::load(codes.path().join("model.safetensors"), &Device::Cpu).unwrap();
+    let modules = of_codes["quantization"].as_object().unwrap();
+    assert!(modules.values().any(Value::is_object), "{modules:?}");
+    let layouts: [fn(&str) -> String; 2] = [
+        |name| format!("language_model.{name}"),
+        |name| {
+            name.strip_prefix("model.").map_or(name.to_owned(), |rest| format!("model.language_model.{rest}"))
+        },
+    ];
+    let want = on_ranks(1, "alone", {
+        let (whole, prompt) = (whole.path().to_owned(), prompt.clone());
+        move |ctx| logits(ctx, &whole, &prompt, false)
+    });
+    for named in layouts {
+        let renamed = |(name, said): (&String, &Value)| {
+            (if said.is_object() { named(name) } else { name.clone() }, said.clone())
+        };
+        let said: Value = Value::Object(modules.iter().map(renamed).collect());
+        let larger = json!({
+            "model_type": "qwen3_vl_moe", "text_config": config,
+            "quantization": said, "quantization_config": said,
+        });
+        let folder = tempfile::tempdir().unwrap();
+        save(
+            folder.path(),
+            &larger,
+            &stored.iter().map(|(name, tensor)| (named(name), tensor.clone())).collect(),
+        );
+        let (path, prompt) = (folder.path().to_owned(), prompt.clone());
+        let got = on_ranks(1, "in a larger model", move |ctx| logits(ctx, &path, &prompt, false));
+        assert_eq!(got, want, "{}", named("model.layers.0"));
+    }
+}
+
+#[test]
 fn codes_of_mlx_are_written_in_stages_too() {
     let (prompt, models) = cases();
     let (Family { config, .. }, tensors) =

@@ -5,10 +5,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use candle_lm::serve::QueueLimits;
+use lm::serve::ServeLimits;
 use serde_json::{Value, json};
 
 use super::client::{CHAT, Client, JSON, get, post, said};
-use super::scripted::{Script, ScriptedServer, Setting};
+use super::scripted::{Script, ScriptedServer, Setting, VOCABULARY};
 
 #[test]
 fn after_the_signal_requests_end_and_new_ones_are_refused() {
@@ -118,6 +119,14 @@ fn the_page_and_the_description_are_there() {
     assert!(page.header("content-security-policy").unwrap().contains("default-src 'none'"));
     let described = get(server.address, "/openapi.json").json();
     assert!(described["openapi"].as_str().unwrap().starts_with("3.1"));
+    // Its limits are those of this server.
+    assert!(!described.to_string().contains("x-most"), "{described}");
+    let chat = &described["components"]["schemas"]["ChatRequest"]["properties"];
+    assert_eq!(chat["stop_token_ids"]["items"]["maximum"], VOCABULARY - 1);
+    assert_eq!(chat["n"]["maximum"], ServeLimits::default().texts);
+    let prompts =
+        &described["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"][1];
+    assert_eq!(prompts["maxItems"], ServeLimits::default().texts);
     for (path, methods) in described["paths"].as_object().unwrap() {
         for (method, operation) in methods.as_object().unwrap() {
             let mut client = Client::new(server.address);

@@ -8,6 +8,7 @@ mod completions;
 mod faults;
 mod hostile;
 mod limits;
+mod otlp;
 mod process;
 mod program;
 mod refusals;

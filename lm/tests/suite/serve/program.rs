@@ -1,12 +1,13 @@
-//! The program, with the random model.
+//! The program, with the random model. LM_SERVE_REQUESTS says how many requests are compared with `lm generate`.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::process::Command;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use test_utils::Dice;
 
 use super::client::{CHAT, COMPLETE, Client, JSON, get, post, said};
 use super::process::Program;
@@ -24,6 +25,9 @@ pub(super) fn generated(prompt: &str, flags: &[&str]) -> String {
     report["text"].as_str().unwrap().strip_prefix(prompt).unwrap().to_owned()
 }
 
+/// The requests of all meshes where LM_SERVE_REQUESTS does not say how many.
+const REQUESTS: usize = 300;
+
 pub(super) const PROMPTS: [&str; 4] = ["Once", "The mesh", "x = ", "Upon a time there was a longer prompt"];
 
 fn completion(address: SocketAddr, prompt: &str, stream: bool) -> String {
@@ -35,35 +39,70 @@ fn completion(address: SocketAddr, prompt: &str, stream: bool) -> String {
     }
 }
 
+/// A request at some time, which is read to its end, or left at any token. Returns whether it was read, and its text.
+fn asked(address: SocketAddr, dice: &mut Dice) -> (usize, Option<String>) {
+    let nth = dice.below(PROMPTS.len());
+    thread::sleep(Duration::from_millis(dice.below(30) as u64));
+    if dice.once_in(5) {
+        let body = json!({"prompt": PROMPTS[nth], "temperature": 0, "max_tokens": 24, "stream": true});
+        let mut client = Client::new(address);
+        client.ask("POST", COMPLETE, &[JSON], body.to_string().as_bytes());
+        let answer = client.head().unwrap();
+        assert_eq!(answer.status, 200);
+        (0..dice.below(6)).for_each(|_| drop(client.chunk()));
+        return (nth, None);
+    }
+    (nth, Some(completion(address, PROMPTS[nth], dice.once_in(2))))
+}
+
 #[test]
 fn texts_are_those_of_generate_alone_and_together_on_any_ranks() {
     let wanted: Vec<String> = PROMPTS.iter().map(|prompt| generated(prompt, &[])).collect();
-    // In the last one, two texts have memory at once.
-    let meshes = [
-        &[][..],
-        &["--tp", "2"],
-        &["--pp", "2"],
-        &["--dp", "2", "--slots", "2"],
-        &["--dp", "2", "--pp", "2", "--slots", "3"],
-        &["--tp", "2", "--cache-tokens", "128", "--cache-bytes", "1000000"],
+    // In the one with --cache-bytes, two texts have memory at once.
+    let mut meshes = vec![
+        (1, &[][..]),
+        (1, &["--tp", "2"]),
+        (1, &["--pp", "2"]),
+        (1, &["--cp", "2"]),
+        (1, &["--dp", "2", "--slots", "2"]),
+        (1, &["--dp", "2", "--pp", "2", "--slots", "3"]),
+        (1, &["--tp", "2", "--cache-tokens", "128", "--cache-bytes", "1000000"]),
     ];
-    for flags in meshes {
-        let program = Program::start(flags);
-        let address = program.address;
+    if Program::has_mpi() {
+        meshes.extend([(2, &["--tp", "2", "--slots", "16"][..]), (2, &["--pp", "2"])]);
+    }
+    let all = std::env::var("LM_SERVE_REQUESTS").map_or(REQUESTS, |count| count.parse().unwrap());
+    let [mut sent, mut left, mut wrong] = [0; 3];
+    for (seed, (processes, flags)) in (0..).zip(meshes.iter().copied()) {
+        let program = match processes {
+            1 => Program::start(flags),
+            _ => Program::on_mpi(processes, 0, flags),
+        };
+        let (address, mut dice) = (program.address, Dice::new(seed));
         for (prompt, want) in PROMPTS.iter().zip(&wanted) {
             assert_eq!(completion(address, prompt, false), *want, "{flags:?}");
         }
-        let texts = move |place: usize| {
-            (0..8).map(move |round| completion(address, PROMPTS[(place + round) % 4], round % 2 == 0))
-        };
-        let threads: Vec<_> =
-            (0..6).map(|place| thread::spawn(move || texts(place).collect::<Vec<_>>())).collect();
-        for (place, thread) in threads.into_iter().enumerate() {
-            for (round, text) in thread.join().unwrap().into_iter().enumerate() {
-                assert_eq!(text, wanted[(place + round) % 4], "{flags:?}");
+        let until = sent + all.div_ceil(meshes.len());
+        while sent < until {
+            let at_once = (1 + dice.below(16)).min(until - sent);
+            let seeds: Vec<u64> = (0..at_once).map(|_| dice.below(usize::MAX) as u64).collect();
+            let threads =
+                seeds.into_iter().map(|seed| thread::spawn(move || asked(address, &mut Dice::new(seed))));
+            for thread in threads.collect::<Vec<_>>() {
+                sent += 1;
+                match thread.join().unwrap() {
+                    (_, None) => left += 1,
+                    (nth, Some(text)) if text != wanted[nth] => {
+                        wrong += 1;
+                        eprintln!("{flags:?}: {text:?} instead of {:?}", wanted[nth]);
+                    }
+                    _ => {}
+                }
             }
         }
     }
+    println!("{sent} requests, {left} cancelled, {wrong} wrong");
+    assert_eq!(wrong, 0);
 }
 
 #[test]
@@ -141,10 +180,16 @@ fn a_signal_ends_the_program_when_its_requests_have_ended_and_a_second_one_at_on
 }
 
 #[test]
-fn an_idle_server_goes_on_serving() {
-    let program = Program::start(&["--tp", "2", "--timeout", "1"]);
+fn an_idle_server_goes_on_serving_and_tells_its_load() {
+    let mut program = Program::start(&["--tp", "2", "--timeout", "1", "--load-every", "1"]);
     thread::sleep(Duration::from_millis(2500));
+    assert!(!program.said().contains("load: "), "{}", program.said());
     assert!(!completion(program.address, "Once", true).is_empty());
+    let until = Instant::now() + Duration::from_secs(60);
+    while !program.said().contains("load: running=0 waiting=0") {
+        assert!(Instant::now() < until, "{}", program.said());
+        thread::sleep(Duration::from_millis(20));
+    }
 }
 
 #[test]
@@ -172,9 +217,12 @@ fn what_the_command_line_cannot_do_is_said_at_once() {
         (&["--port", "0", "--api-key-file", &empty], "has no key"),
         (&["--port", "0", "--api-key-file", &short], "fewer than 8 bytes"),
         (&["--port", "0", "--api-key-file", missing], "--api-key-file"),
+        (&["--otlp", "localhost:4318"], "--otlp localhost:4318"),
+        (&["--load-every", "100000"], "--load-every"),
+        (&["--cp", "2", "--cache-bytes", "1000"], "takes"),
+        (&["--cp", "2", "--pp", "2"], "--cp 2"),
         (&["--temperature", "1"], "--temperature has no effect with serve"),
         (&["--prompt", "x"], "--prompt has no effect with serve"),
-        (&["--cp", "2"], "--cp has no effect with serve"),
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_lm")).arg("serve").args(flags).output().unwrap();
         let error = String::from_utf8_lossy(&output.stderr);

@@ -263,7 +263,7 @@ fn shortest(constraint: &mut dyn TokenConstraint, most: usize) -> Vec<u32> {
 
 /// Writes one text, until it is cancelled.
 fn write(
-    WaitingRequest { mut request, events }: WaitingRequest,
+    WaitingRequest { mut request, events, .. }: WaitingRequest,
     writer: &Writer,
     queue: &RequestQueue,
     over: &AtomicBool,
