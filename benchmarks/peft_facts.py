@@ -199,7 +199,12 @@ def after(model, parameters, start, grads, bound):
 
 def fact(case, name, fields, options):
     family, own = lm_facts.MODELS[name]
-    model = adapted(lm_facts.model_of(name, family, {**own, **fields})[2], options).train()
+    return fact_of(case, name, fields, lm_facts.model_of(name, family, {**own, **fields})[2], options)
+
+
+def fact_of(case, name, fields, base, options):
+    """Returns what PEFT computes with an adapter of a model."""
+    model = adapted(base, options).train()
     parameters = trained(model)
     loss, logits = loss_of(model, torch.tensor(BATCH))
     loss.backward()
