@@ -103,6 +103,8 @@ pub enum ModuleKind {
     Table,
     /// A norm, which has no factors.
     Norm,
+    /// A convolution.
+    Filters,
 }
 
 /// A regular expression that matches whole texts.

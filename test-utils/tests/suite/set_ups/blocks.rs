@@ -90,6 +90,14 @@ impl Model {
 
     fn embedding(&self, vb: &MeshVarBuilder) -> Result<Embedding> {
         let options = EmbeddingOptions::default().max_norm(self.limited.then_some(1.0));
+        let vb = &match &self.table {
+            Some(options) => {
+                let path = vb.full_name("weight");
+                let path = path.trim_end_matches(".weight");
+                vb.with_adapters([Adapter::new("one").with(path, options.clone())])?
+            }
+            None => vb.clone(),
+        };
         Embedding::with_options(self.vocab, self.width, 0.7, options, vb)
     }
 
@@ -272,7 +280,7 @@ impl Model {
             }
             Layer::Conv => {
                 let config = candle_nn::Conv1dConfig { padding: 1, ..Default::default() };
-                let conv = nn::conv1d(width, width, 3, config, vb)?;
+                let conv = nn::conv1d(width, width, 3, config, &vb.pp("conv"))?;
                 run(move |x, _, _| nn::Module::forward(&conv, &x.transpose(1, 2)?)?.transpose(1, 2))
             }
             Layer::Experts { loss } => {
