@@ -90,19 +90,20 @@ impl Model {
 
     fn embedding(&self, vb: &MeshVarBuilder) -> Result<Embedding> {
         let options = EmbeddingOptions::default().max_norm(self.limited.then_some(1.0));
-        let vb = &match &self.table {
-            Some(options) => {
-                let path = vb.full_name("weight");
-                let path = path.trim_end_matches(".weight");
-                vb.with_adapters([Adapter::new("one").with(path, options.clone())])?
-            }
-            None => vb.clone(),
-        };
+        let vb = &self.with_ends(vb)?;
         Embedding::with_options(self.vocab, self.width, 0.7, options, vb)
     }
 
     fn head(&self, vb: &MeshVarBuilder) -> Result<Linear> {
-        Linear::new(self.width, self.vocab, true, vb)
+        Linear::new(self.width, self.vocab, true, &self.with_ends(vb)?)
+    }
+
+    /// A builder of the table or the head, with its adapter.
+    fn with_ends(&self, vb: &MeshVarBuilder) -> Result<MeshVarBuilder> {
+        let Some(options) = &self.ends else { return Ok(vb.clone()) };
+        let name = vb.full_name("weight");
+        let path = name.trim_end_matches(".weight");
+        vb.with_adapters([Adapter::new("one").with(path, options.clone())])
     }
 
     /// Builds all layers, for the loss of a batch.
