@@ -81,6 +81,7 @@ fn in_layout_of_peft<R>(at: &Path, files: &Files, f: impl FnOnce(&Path) -> Resul
 /// # Errors
 /// If an entry of the config names no module of the model, which is then named.
 pub fn fresh(name: &str, config: &AdapterConfig, files: &Files) -> Result<(Adapter, AdapterConfig)> {
+    refuse_convolutions(config, &files.config)?;
     let modules = modules(&files.config);
     let config = with_experts(&config.resolved(&modules), &modules, &files.config)?;
     if let TargetModules::Suffixes(targets) = &config.targets {
@@ -119,6 +120,18 @@ pub fn fresh(name: &str, config: &AdapterConfig, files: &Files) -> Result<(Adapt
         );
     }
     Ok((adapter, config))
+}
+
+/// Refuses a config that names convolutions.
+fn refuse_convolutions(config: &AdapterConfig, model: &Config) -> Result<()> {
+    for (path, channels) in convolutions(model) {
+        ensure!(
+            config.options_of(&path, ModuleKind::Filters)?.is_none(),
+            "target_modules names {path}, a convolution of {channels} groups, one for each channel: the factors of one have a rank that is a \
+             multiple of that, which is no low rank: leave it out"
+        );
+    }
+    Ok(())
 }
 
 /// The config with targets that are parameters of experts, and no modules, in their own list, as PEFT wants them.
@@ -293,13 +306,7 @@ fn entries(
         }
         changed.push(AdaptedModule { module, options });
     }
-    for (path, channels) in convolutions(&files.config) {
-        ensure!(
-            config.options_of(&path, ModuleKind::Filters)?.is_none(),
-            "target_modules names {path}, a convolution of {channels} groups, one for each channel: the factors of one have a rank that is a \
-             multiple of that, which is no low rank: leave it out"
-        );
-    }
+    refuse_convolutions(config, &files.config)?;
     let experts = experts::modules(config, &files.config)?;
     for module in &experts {
         let options = match &module.parts[..] {

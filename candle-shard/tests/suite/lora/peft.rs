@@ -139,7 +139,7 @@ fn tables_and_convolutions_have_the_values_and_gradients_of_peft() {
 #[test]
 fn fresh_magnitudes_are_norms_so_that_nothing_changes() {
     for ranks in [1, 2, 3] {
-        on_ranks(ranks, "fresh magnitudes", |ctx| -> Result<()> {
+        on_ranks(ranks, "fresh magnitudes", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
             for by_columns in [true, false] {
                 let plan = Plan::new("tp").with("a", ColwiseParallel::default());
