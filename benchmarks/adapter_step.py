@@ -108,6 +108,7 @@ def flags_of_output(parser):
     parser.add_argument("model", type=Path)
     parser.add_argument("--lm", help="the program lm [default: it is built]")
     parser.add_argument("--only", default="", help="only rows whose label has this text")
+    parser.add_argument("--busy", type=float, default=0.03, help="the part of the machine that other work may take [0.03]")
     parser.add_argument("--dry-run", action="store_true", help="print the table only")
 
 
@@ -121,13 +122,13 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         models = dict(blocks=args.model, floats=Path(folder) / "floats")
         told([args.torch_python, PEERS / "lora_step.py", args.model, text, "--save", models["floats"]], 2)
-        require_quiet(args.dry_run)
+        busy = require_quiet(args.dry_run, args.busy)
         runs = measured(args, models, text, rows)
-    require_quiet(args.dry_run)
+    busy = max(busy, require_quiet(args.dry_run, args.busy))
     path = RESULTS / "adapter-step.json"
     known = json.loads(path.read_text())["rows"] if path.exists() else {}
     day = datetime.date.today().isoformat()
-    known.update({label: dict(day=day, rounds=args.rounds, processor=processor(), sides=sides) for label, sides in runs.items()})
+    known.update({label: dict(day=day, rounds=args.rounds, processor=processor(), busy=busy, sides=sides) for label, sides in runs.items()})
     lines = [
         "| what is trained | torch 1, s | 1 × 1 | torch 2, s | 1 × 2 | 2 × 1 | spread of 1 × 1, 1 × 2, 2 × 1 | torch 2, MiB | 1 × 2, MiB |",
         "|---|---:|---:|---:|---:|---:|---|---:|---:|",
@@ -140,7 +141,8 @@ def main():
         return
     path.write_text(json.dumps(dict(rows=known)) + "\n")
     days = " and ".join(sorted({known[label]["day"] for label in known}))
-    rewrite("steps beside PEFT", f"{processor()}, {days}, {args.rounds} rounds:\n\n" + "\n".join(lines))
+    most = max(of["busy"] for of in known.values())
+    rewrite("steps beside PEFT", f"{processor()}, {days}, {args.rounds} rounds, beside other work of {most:.0%}:\n\n" + "\n".join(lines))
     say("written")
 
 
