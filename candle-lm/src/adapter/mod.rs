@@ -274,7 +274,7 @@ fn entries(
             let is_other = match kind {
                 ModuleKind::Linear => rows::are_turned(&files.config),
                 ModuleKind::Norm => files.is_gguf() || files.config.parts.norms_have_one,
-                ModuleKind::Output | ModuleKind::Table => false,
+                ModuleKind::Output | ModuleKind::Table | ModuleKind::Filters => false,
             };
             ensure!(
                 !is_other,
