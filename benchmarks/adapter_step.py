@@ -83,7 +83,8 @@ def measured(args, models, text, rows):
                         if ranks * of_rank == threads:
                             side = ours(args.lm, models[base], text, flags, ranks, of_rank)
                             runs[label].setdefault(f"{ranks} × {of_rank}", []).append(side)
-        say(f"round {round + 1}")
+                            seconds = f"{side['seconds']:.2f} s beside {made['seconds']:.2f} s of torch"
+                            say(f"round {round + 1}, {label}, {ranks} × {of_rank}: {seconds}")
     return runs
 
 
