@@ -90,16 +90,16 @@ impl Model {
 
     fn embedding(&self, vb: &MeshVarBuilder) -> Result<Embedding> {
         let options = EmbeddingOptions::default().max_norm(self.limited.then_some(1.0));
-        let vb = &self.with_ends(vb)?;
+        let vb = &self.adapted(vb)?;
         Embedding::with_options(self.vocab, self.width, 0.7, options, vb)
     }
 
     fn head(&self, vb: &MeshVarBuilder) -> Result<Linear> {
-        Linear::new(self.width, self.vocab, true, &self.with_ends(vb)?)
+        Linear::new(self.width, self.vocab, true, &self.adapted(vb)?)
     }
 
     /// A builder of the table or the head, with its adapter.
-    fn with_ends(&self, vb: &MeshVarBuilder) -> Result<MeshVarBuilder> {
+    fn adapted(&self, vb: &MeshVarBuilder) -> Result<MeshVarBuilder> {
         let Some(options) = &self.ends else { return Ok(vb.clone()) };
         let name = vb.full_name("weight");
         let path = name.trim_end_matches(".weight");
