@@ -25,12 +25,12 @@ from train_facts import rounded
 BETA = 0.3
 MODEL = "llama with biases"
 OPTIONS = dict(target_modules=peft_facts.LINEARS)
-# TRL writes the last token, 36, behind each answer.
+# TRL writes the last token, 36, behind each answer. No number has a special token in it, 0 or 36, at which transformers would cut it.
 PAIRS = [
     dict(prompt="3 5 7 ", chosen="8 2 ", rejected="4 "),
-    dict(prompt="11 ", chosen="1 30 6 9 ", rejected="1 30 2 9 "),
-    dict(prompt="20 21 22 23 24 ", chosen="25 ", rejected="24 23 22 21 "),
-    dict(prompt="9 9 ", chosen="10 12 14 16 18 ", rejected="9 9 9 "),
+    dict(prompt="11 ", chosen="1 31 6 9 ", rejected="1 31 2 9 "),
+    dict(prompt="19 21 22 23 24 ", chosen="25 ", rejected="24 23 22 21 "),
+    dict(prompt="9 9 ", chosen="13 12 14 16 18 ", rejected="9 9 9 "),
 ]
 
 
