@@ -105,6 +105,7 @@ VARIANTS = {
     "patterns and rslora": (PLAIN, dict(PATTERNS, target_modules=TWO, use_rslora=True)),
     "embedding": (PLAIN, dict(target_modules=["q_proj", "embed_tokens"])),
     "embedding with dora": (PLAIN, dict(target_modules=["q_proj", "embed_tokens"], use_dora=True)),
+    "embedding of a tied model with dora": (TIED, dict(target_modules=["q_proj", "embed_tokens"], use_dora=True)),
     "head": (PLAIN, dict(target_modules=["q_proj", "lm_head"])),
     "head with dora": (PLAIN, dict(target_modules=["q_proj", "lm_head"], use_dora=True)),
     "embedding of a tied model": (TIED, dict(target_modules=["q_proj", "embed_tokens"])),
@@ -133,6 +134,7 @@ VARIANTS = {
 OTHER_MODELS = {
     # The rows that an embedding gives are multiplied in this family.
     "embedding of gemma3": ("gemma3", dict(target_modules=["q_proj", "embed_tokens"])),
+    "embedding of gemma3 with dora": ("gemma3", dict(target_modules=["q_proj", "embed_tokens"], use_dora=True)),
     "head of gemma2": ("gemma2", dict(target_modules=["q_proj", "lm_head"])),
     "all-linear of phi3": ("phi3", dict(target_modules="all-linear")),
 }
@@ -199,7 +201,12 @@ def after(model, parameters, start, grads, bound):
 
 def fact(case, name, fields, options):
     family, own = lm_facts.MODELS[name]
-    model = adapted(lm_facts.model_of(name, family, {**own, **fields})[2], options).train()
+    return fact_of(case, name, fields, lm_facts.model_of(name, family, {**own, **fields})[2], options)
+
+
+def fact_of(case, name, fields, base, options):
+    """Returns what PEFT computes with an adapter of a model."""
+    model = adapted(base, options).train()
     parameters = trained(model)
     loss, logits = loss_of(model, torch.tensor(BATCH))
     loss.backward()

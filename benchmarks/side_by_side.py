@@ -80,11 +80,12 @@ def busy(seconds=3):
     return 1 - (spent[3] + spent[4]) / max(1, sum(spent))
 
 
-def require_quiet(dry_run):
-    """Ends the script if other work would change what it writes."""
+def require_quiet(dry_run, most=0.03):
+    """Ends the script if other work would change what it writes; returns the part of the machine that it takes."""
     part = busy()
-    if part > 0.03 and not dry_run:
+    if part > most and not dry_run:
         sys.exit(f"Other work takes {part:.0%} of this machine: stop it, or print the numbers alone with --dry-run.")
+    return part
 
 
 def processor():

@@ -276,6 +276,12 @@ impl Files {
         !self.path.is_dir()
     }
 
+    /// Whether some of its weights stay in blocks of few bits.
+    pub fn has_blocks(&self) -> bool {
+        let is_of_blocks = |name: &str| matches!(self.weights.quantized_dtype(name), Ok(Some(_)));
+        self.config.tensors().iter().any(|(name, _)| is_of_blocks(name))
+    }
+
     /// The folder or the file.
     pub fn path(&self) -> &Path {
         &self.path

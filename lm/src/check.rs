@@ -82,7 +82,7 @@ impl Args {
             require!(
                 model.is_dir()
                     || !self.training.trains()
-                    || self.training.lora.is_some()
+                    || self.training.adapter().is_some()
                     || self.training.resume.is_some(),
                 "--model {} is a GGUF file, and only folders are trained: give a folder with config.json in it, or train an adapter with --lora.",
                 model.display()

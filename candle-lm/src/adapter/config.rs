@@ -9,6 +9,7 @@ use candle_shard::regular;
 use fancy_regex::Regex;
 use serde_json::{Map, Value, json};
 
+use super::experts;
 use super::modules::LayerModule;
 
 /// The file's name in the folder of an adapter.
@@ -29,6 +30,9 @@ pub struct AdapterConfig {
     pub alpha_pattern: Vec<(String, f64)>,
     /// Parameters that have factors, by the ends of their paths: those of experts.
     pub target_parameters: Vec<String>,
+    /// Whether each linear layer of each expert is a module that may be a target, as before transformers 5. The names of tensors say so, and the
+    /// file of the config does not.
+    pub expert_layers: bool,
     /// Modules that the adapter replaces.
     pub modules_to_save: Vec<String>,
     /// The layers with factors; all if there are none.
@@ -99,6 +103,8 @@ pub enum ModuleKind {
     Table,
     /// A norm, which has no factors.
     Norm,
+    /// A convolution.
+    Filters,
 }
 
 /// A regular expression that matches whole texts.
@@ -135,6 +141,7 @@ impl AdapterConfig {
             rank_pattern: Vec::new(),
             alpha_pattern: Vec::new(),
             target_parameters: Vec::new(),
+            expert_layers: false,
             modules_to_save: Vec::new(),
             layers: None,
             layers_pattern: Vec::new(),
@@ -149,7 +156,8 @@ impl AdapterConfig {
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(CONFIG);
         let parsed = || Self::parse(&regular::read_text(&path, regular::CONFIG)?);
-        parsed().with_context(|| format!("{}", path.display()))
+        let config = parsed().with_context(|| format!("{}", path.display()))?;
+        Ok(Self { expert_layers: experts::are_layers(folder)?, ..config })
     }
 
     /// Parses a config.
@@ -222,6 +230,7 @@ impl AdapterConfig {
             rank_pattern: ranks.into_iter().map(|(pattern, rank)| (pattern, rank as usize)).collect(),
             alpha_pattern: pattern(take("alpha_pattern"), "alpha_pattern")?,
             target_parameters: names(take("target_parameters"), "target_parameters")?,
+            expert_layers: false,
             modules_to_save: names(take("modules_to_save"), "modules_to_save")?,
             layers: layers(take("layers_to_transform"))?,
             layers_pattern: names(take("layers_pattern"), "layers_pattern")?,

@@ -12,8 +12,8 @@ use candle_shard::nn::LoraOptions;
 
 use super::config::ModuleKind;
 use super::{
-    AdaptedModule, AdapterConfig, CONFIG, PREFIX, TargetModules, WEIGHTS, entries, known_name, named, rows,
-    weights_of,
+    AdaptedModule, AdapterConfig, CONFIG, PREFIX, TargetModules, WEIGHTS, entries, experts, known_name,
+    named, rows, weights_of,
 };
 use crate::files::Files;
 use crate::gguf;
@@ -106,8 +106,8 @@ pub fn export_gguf(files: &Files, adapter: &Path, path: &Path) -> Result<()> {
     }
     let weights = weights_of(adapter)?;
     ensure!(
-        config.target_parameters.is_empty(),
-        "target_parameters names experts, whose factors are not written for llama.cpp: merge the adapter"
+        experts::modules(&config, &files.config)?.is_empty(),
+        "the adapter changes experts, whose factors are not written for llama.cpp: merge the adapter"
     );
     // All tensors must be those of the config.
     named(&config, "exported", files, rows::open(&weights, &files.config, ("exported", &config))?)

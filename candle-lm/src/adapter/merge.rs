@@ -157,7 +157,13 @@ impl MergedAdapter {
             (_, true) => {
                 let a = own(&format!("lora_embedding_A.{NAME}"), &[rank, shape[0]])?;
                 let b = own(&format!("lora_embedding_B.{NAME}"), &[shape[1], rank])?;
-                (base + (a.t()?.matmul(&b.t()?)? * scale)?)?
+                let sum = (base + (a.t()?.matmul(&b.t()?)? * scale)?)?;
+                if options.dora {
+                    let magnitudes = own(&format!("lora_magnitude_vector.{NAME}.weight"), &[shape[1]])?;
+                    sum.broadcast_mul(&(magnitudes / sum.sqr()?.sum(0)?.sqrt()?)?)?
+                } else {
+                    sum
+                }
             }
             _ => {
                 let a = whole(&self.weights, &format!("{first}.lora_A.{NAME}.weight"), &[rank, shape[1]])?;

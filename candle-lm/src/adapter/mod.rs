@@ -21,6 +21,7 @@ pub use config::{AdapterConfig, CONFIG, ModuleKind, TargetModules};
 pub use gguf::export_gguf;
 pub(crate) use merge::MergedAdapter;
 pub use merge::{merge, merge_gguf};
+use modules::convolutions;
 pub use modules::{LayerModule, modules};
 pub(crate) use save::save;
 
@@ -44,8 +45,8 @@ pub(crate) const LINEAR: [[&str; 2]; 4] = [
     ["lora_B.bias", "lora_B.*.bias"],
     ["lora_magnitude_vector", "lora_magnitude_vector.*.weight"],
 ];
-pub(crate) const TABLE: [[&str; 2]; 2] =
-    [["lora_embedding_A", "lora_embedding_A.*"], ["lora_embedding_B", "lora_embedding_B.*"]];
+pub(crate) const TABLE: [[&str; 2]; 3] =
+    [["lora_embedding_A", "lora_embedding_A.*"], ["lora_embedding_B", "lora_embedding_B.*"], LINEAR[3]];
 
 /// Opens an adapter for a model: the folder of one in PEFT's layout, or a GGUF file of llama.cpp.
 ///
@@ -80,6 +81,7 @@ fn in_layout_of_peft<R>(at: &Path, files: &Files, f: impl FnOnce(&Path) -> Resul
 /// # Errors
 /// If an entry of the config names no module of the model, which is then named.
 pub fn fresh(name: &str, config: &AdapterConfig, files: &Files) -> Result<(Adapter, AdapterConfig)> {
+    refuse_convolutions(config, &files.config)?;
     let modules = modules(&files.config);
     let config = with_experts(&config.resolved(&modules), &modules, &files.config)?;
     if let TargetModules::Suffixes(targets) = &config.targets {
@@ -118,6 +120,18 @@ pub fn fresh(name: &str, config: &AdapterConfig, files: &Files) -> Result<(Adapt
         );
     }
     Ok((adapter, config))
+}
+
+/// Refuses a config that names convolutions.
+fn refuse_convolutions(config: &AdapterConfig, model: &Config) -> Result<()> {
+    for (path, channels) in convolutions(model) {
+        ensure!(
+            config.options_of(&path, ModuleKind::Filters)?.is_none(),
+            "target_modules names {path}, a convolution of {channels} groups, one for each channel: the factors of one have a rank that is a \
+             multiple of that, which is no low rank: leave it out"
+        );
+    }
+    Ok(())
 }
 
 /// The config with targets that are parameters of experts, and no modules, in their own list, as PEFT wants them.
@@ -186,7 +200,9 @@ pub(crate) fn tensors(
 fn shapes(module: &LayerModule, options: &LoraOptions) -> Vec<([&'static str; 2], Vec<usize>)> {
     let ([rows, columns], rank) = (module.shape, options.rank);
     if module.kind == ModuleKind::Table {
-        return TABLE.into_iter().zip([vec![rank, rows], vec![columns, rank]]).collect();
+        let magnitudes = options.dora.then(|| (TABLE[2], vec![columns]));
+        let factors = TABLE.into_iter().zip([vec![rank, rows], vec![columns, rank]]);
+        return factors.chain(magnitudes).collect();
     }
     let of = |at: usize| match at {
         0 => (true, vec![rank, columns]),
@@ -258,7 +274,7 @@ fn entries(
             let is_other = match kind {
                 ModuleKind::Linear => rows::are_turned(&files.config),
                 ModuleKind::Norm => files.is_gguf() || files.config.parts.norms_have_one,
-                ModuleKind::Output | ModuleKind::Table => false,
+                ModuleKind::Output | ModuleKind::Table | ModuleKind::Filters => false,
             };
             ensure!(
                 !is_other,
@@ -276,10 +292,9 @@ fn entries(
         // A pattern may have the path of one of them alone.
         let options = found.find(|options| *options != config.options).unwrap_or(common);
         ensure!(
-            kind != ModuleKind::Table || !(options.dora || options.bias),
-            "{} is a table with {}, which is not supported: leave it out of target_modules",
-            module.path,
-            if options.dora { "magnitudes (use_dora)" } else { "a bias (lora_bias)" }
+            kind != ModuleKind::Table || !options.bias,
+            "{} is a table with a bias (lora_bias), which is not supported: leave it out of target_modules",
+            module.path
         );
         // Layers that are one module in files have one first factor.
         let of_part = match &module.parts[..] {
@@ -291,6 +306,7 @@ fn entries(
         }
         changed.push(AdaptedModule { module, options });
     }
+    refuse_convolutions(config, &files.config)?;
     let experts = experts::modules(config, &files.config)?;
     for module in &experts {
         let options = match &module.parts[..] {

@@ -88,6 +88,24 @@ pub fn modules(config: &Config) -> Vec<LayerModule> {
     modules
 }
 
+/// The convolutions of a model, all of which have a filter for each channel: their paths, as in transformers, and their channels.
+pub(super) fn convolutions(config: &Config) -> Vec<(String, usize)> {
+    let tensors = config.tensors();
+    let taps = tensors.iter().filter(|(name, shape)| shape.len() == 3 && name.ends_with(".weight"));
+    let mut all: Vec<(String, usize)> =
+        taps.map(|(name, shape)| (config.stored_name(name), shape[0])).collect();
+    for (name, parts) in config.fused() {
+        let stored: Vec<String> = parts.iter().map(|(part, _)| config.stored_name(part)).collect();
+        let before = all.len();
+        all.retain(|(tap, _)| !stored.contains(tap));
+        if all.len() < before {
+            all.push((config.stored_name(&name), parts.iter().map(|(_, rows)| rows).sum()));
+        }
+    }
+    let path = |name: String| in_memory(config, name).trim_end_matches(".weight").to_owned();
+    all.into_iter().map(|(name, channels)| (path(name), channels)).collect()
+}
+
 /// The name that transformers has in memory for what files have by this one.
 pub(super) fn in_memory(config: &Config, stored: String) -> String {
     match stored.strip_prefix("backbone.").filter(|_| config.family == "nemotron_h") {

@@ -16,7 +16,7 @@ pub struct LoraOptions {
     pub rank_stabilized: bool,
     /// The probability with which an element of the adapter's input is zero in training.
     pub dropout: f64,
-    /// Whether magnitudes of the weight's rows are learned apart from their directions (DoRA, Liu et al. 2024).
+    /// Whether magnitudes of the weight's rows, or of a table's columns, are learned apart from their directions (DoRA, Liu et al. 2024).
     pub dora: bool,
     /// Whether `B` has a bias.
     pub bias: bool,
@@ -107,7 +107,8 @@ impl Adapter {
         Self { name: name.into(), entries: Vec::new(), trained: Vec::new(), weights: None }
     }
 
-    /// Changes the layers that `pattern` matches: linear layers, projections of queries, keys and values, and tables.
+    /// Changes the layers that `pattern` matches: linear layers, projections of queries, keys and values, tables, experts, and convolutions
+    /// without groups.
     pub fn with(mut self, pattern: impl Into<String>, options: LoraOptions) -> Self {
         self.entries.push((Pattern::new(pattern), Some(options)));
         self

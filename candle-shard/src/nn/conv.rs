@@ -1,6 +1,7 @@
 //! candle's convolution layers, with the batch or the channels sharded.
 use crate::layout::Shard;
 use crate::nn::init::{FILTERS, even, init_of};
+use crate::nn::lora::FilterAdapters;
 use crate::nn::{Init, MeshVarBuilder, Module};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::{Conv, DTensor, Error, Result};
@@ -95,6 +96,7 @@ fn unchosen<A>(op: &'static str, cudnn_fwd_algo: Option<A>) -> Result<()> {
 struct Filters<C> {
     weight: DTensor,
     bias: Option<DTensor>,
+    adapters: FilterAdapters,
     style: ModuleStyle,
     config: C,
 }
@@ -123,17 +125,32 @@ impl<C: ConvOptions> Filters<C> {
             LayerKind::Conv => (init_of(FILTERS, &shape), Init::Random(even(1.0 / (ins as f64).sqrt()))),
             _ => (Init::Random(even(1.0 / reach)), Init::Random(even(1.0 / reach))),
         };
-        let weight = vb.get(shape, "weight", init, layout.weight, layout.varying)?;
+        let weight = vb.get(shape.as_slice(), "weight", init, layout.weight, layout.varying)?;
         let bias =
             bias.then(|| vb.get(outs, "bias", of_bias, layout.bias, layout.varying_bias)).transpose()?;
-        Ok(Self { weight, bias, style, config })
+        let adapters = match (C::KIND, groups) {
+            (LayerKind::Conv, 1) => FilterAdapters::new(&shape, init, (layout.weight, layout.varying), vb)?,
+            (LayerKind::Conv, _) => {
+                // Those of PEFT join all channels to numbers that the second factor deals to the groups.
+                vb.refuse_adapters(&format!(
+                    "is a convolution of {groups} groups, whose factors would need a rank that these divide"
+                ))?;
+                FilterAdapters::default()
+            }
+            _ => {
+                vb.refuse_adapters("is a transposed convolution, which takes none")?;
+                FilterAdapters::default()
+            }
+        };
+        Ok(Self { weight, bias, adapters, style, config })
     }
 
     #[track_caller]
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         self.style.layer(|| {
             let [x] = self.style.inputs_of(C::KIND, [x])?;
-            let y = self.config.convolve(&x, &self.weight)?;
+            let convolve = |x: &DTensor, weight: &DTensor| self.config.convolve(x, weight);
+            let y = self.adapters.add(convolve(&x, &self.weight)?, &x, &self.weight, &convolve)?;
             let ins = if C::KIND == LayerKind::Conv { 1 } else { 0 };
             if self.weight.placements().get(self.style.axis) == Some(&Shard(ins)) {
                 // The bias is added once, after the partial sums are reduced.
@@ -156,7 +173,8 @@ macro_rules! layers {
         impl $layer {
             /// Creates a layer with these parameters, outside of any plan.
             pub fn new(weight: DTensor, bias: Option<DTensor>, config: $config) -> Self {
-                Self(Filters { weight, bias, style: ModuleStyle::default(), config })
+                let (adapters, style) = Default::default();
+                Self(Filters { weight, bias, adapters, style, config })
             }
 
             /// Returns the options.

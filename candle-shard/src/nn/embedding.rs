@@ -54,8 +54,8 @@ impl Embedding {
         options: EmbeddingOptions,
         vb: &MeshVarBuilder,
     ) -> Result<Self> {
-        let (weight, style) = table("nn::Embedding", [rows, width], stdev, &options, vb)?;
-        let adapters = table_adapters([rows, width], &style, vb, false)?;
+        let (weight, style, init) = table("nn::Embedding", [rows, width], stdev, &options, vb)?;
+        let adapters = table_adapters([rows, width], &style, vb, Some(init))?;
         Ok(Self { weight, adapters, style, options })
     }
 
@@ -68,7 +68,7 @@ impl Embedding {
         let style = vb.style();
         style.check_tied(LayerKind::Embedding, weight)?;
         vb.check_shared(weight)?;
-        let adapters = table_adapters([weight.dims()[0], weight.dims()[1]], &style, vb, true)?;
+        let adapters = table_adapters([weight.dims()[0], weight.dims()[1]], &style, vb, None)?;
         Ok(Self { weight: weight.clone(), adapters, style, options: EmbeddingOptions::default() })
     }
 
@@ -77,7 +77,7 @@ impl Embedding {
     pub fn forward(&self, ids: &DTensor) -> Result<DTensor> {
         self.style.layer(|| {
             let y = self.weight.embedding_with(ids, &self.options)?;
-            let [y] = self.style.outputs([&self.adapters.add(y, ids)?])?;
+            let [y] = self.style.outputs([&self.adapters.add(y, ids, &|| Ok(self.weight.detach()))?])?;
             Ok(y)
         })
     }
@@ -111,7 +111,7 @@ impl EmbeddingBag {
         options: EmbeddingBagOptions,
         vb: &MeshVarBuilder,
     ) -> Result<Self> {
-        let (weight, style) = table("nn::EmbeddingBag", [rows, width], stdev, &options.lookup, vb)?;
+        let (weight, style, _) = table("nn::EmbeddingBag", [rows, width], stdev, &options.lookup, vb)?;
         Ok(Self { weight, style, options })
     }
 
@@ -141,20 +141,20 @@ fn table_adapters(
     dims: [usize; 2],
     style: &ModuleStyle,
     vb: &MeshVarBuilder,
-    is_tied: bool,
+    init: Option<(Init, Option<usize>)>,
 ) -> Result<TableAdapters> {
     let layout = style.layout(LayerKind::Embedding)?;
-    TableAdapters::new(dims, (layout.weight, layout.varying), vb, is_tied)
+    TableAdapters::new(dims, (layout.weight, layout.varying), init, vb)
 }
 
-/// Builds the parameter `weight` of an embedding layer, and its style.
+/// Builds the parameter `weight` of an embedding layer, and its style; then its initial values, with the row of zeros.
 fn table(
     op: &'static str,
     shape: [usize; 2],
     stdev: f64,
     options: &EmbeddingOptions,
     vb: &MeshVarBuilder,
-) -> Result<(DTensor, ModuleStyle)> {
+) -> Result<(DTensor, ModuleStyle, (Init, Option<usize>))> {
     let padding = options.checked(shape[0]).or_else(|reason| Error::op(op, reason))?.padding;
     let style = vb.style();
     let layout = style.layout(LayerKind::Embedding)?;
@@ -164,7 +164,7 @@ fn table(
                       outside of all units, or do without max_norm";
         return Error::op(op, reason);
     }
-    let padding = padding.map(|row| row as usize);
-    let weight = vb.table(shape, "weight", (init, padding), layout.weight, layout.varying)?;
-    Ok((weight, style))
+    let init = (init, padding.map(|row| row as usize));
+    let weight = vb.table(shape, "weight", init, layout.weight, layout.varying)?;
+    Ok((weight, style, init))
 }

@@ -72,32 +72,34 @@ impl ParameterSource {
         })
     }
 
-    /// Returns some rows of the parameter `name` `[rows, columns]`, without those that other ranks share a layout with.
+    /// Returns some rows of the parameter `name` `[rows, ..]`, without those that other ranks share a layout with.
     ///
     /// # Errors
     /// If the source gives each tensor once.
     pub(super) fn rows(
         &self,
         name: &str,
-        whole: [usize; 2],
+        whole: &[usize],
         rows: Range<usize>,
         (init, seed): (Init, u64),
         (dtype, device): (DType, &Device),
     ) -> Result<Tensor> {
-        let block = [rows, 0..whole[1]];
+        let others = whole[1..].iter().map(|&size| 0..size);
+        let block: Vec<Range<usize>> = std::iter::once(rows).chain(others).collect();
         Ok(match (self, init) {
-            (Self::Loaded(vb), _) => convert(&block_of(&vb.get(whole.as_slice(), name)?, &block)?, dtype)?,
+            (Self::Loaded(vb), _) => convert(&block_of(&vb.get(whole, name)?, &block)?, dtype)?,
             (Self::Stored(weights), _) => convert(&weights.read_block(name, &block, device)?, dtype)?,
             (Self::Moved(_), _) => {
                 return Err(Error::Plan(format!(
-                    "an adapter needs the norms of the rows of {name}, which is given once; build from weights"
+                    "an adapter needs norms of {name}, which is given once; build from weights"
                 )));
             }
             (Self::Fresh, Init::Const(value)) => {
-                empty::full(value, &[block[0].len(), whole[1]], dtype, device)?
+                let shape: Vec<usize> = block.iter().map(ExactSizeIterator::len).collect();
+                empty::full(value, shape.as_slice(), dtype, device)?
             }
             (Self::Fresh, Init::Random(dist)) => {
-                sample(Stream::new(seed, name), dist, &whole, &block, dtype, device)?
+                sample(Stream::new(seed, name), dist, whole, &block, dtype, device)?
             }
         })
     }
@@ -108,7 +110,7 @@ impl ParameterSource {
     }
 
     /// Returns whether the source has a tensor of this full name.
-    fn has(&self, name: &str) -> bool {
+    pub(super) fn has(&self, name: &str) -> bool {
         match self {
             Self::Fresh => false,
             Self::Loaded(vb) => vb.contains_tensor(name),

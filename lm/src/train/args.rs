@@ -51,6 +51,10 @@ pub struct TrainArgs {
     #[arg(long, value_name = "OPTIONS", requires_all = ["train", "model"], conflicts_with_all = ["resume", "fresh"])]
     pub lora: Option<LoraFlag>,
 
+    /// As --lora, of a model whose weights stay in blocks of few bits, as those of a GGUF file do (QLoRA); another model is refused
+    #[arg(long, value_name = "OPTIONS", requires_all = ["train", "model"], conflicts_with_all = ["resume", "fresh", "lora"])]
+    pub qlora: Option<LoraFlag>,
+
     /// Learn which of two answers is the better one, by direct preference optimization with this β: the records of --data have prompt,
     /// chosen and rejected. The model without the adapter of --lora is the reference
     #[arg(long, value_name = "BETA", num_args = 0..=1, default_missing_value = "0.1", requires = "data")]
@@ -228,6 +232,11 @@ impl TrainArgs {
     /// Whether there is something to learn.
     pub fn trains(&self) -> bool {
         self.train.is_some() || !self.data.is_empty()
+    }
+
+    /// The adapter that is trained, if it is not one of a checkpoint.
+    pub fn adapter(&self) -> Option<&LoraFlag> {
+        self.lora.as_ref().or(self.qlora.as_ref())
     }
 
     /// How records become sequences, those of preferences too.

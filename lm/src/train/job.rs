@@ -80,7 +80,15 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
         }
     };
     let mut files = files;
-    let lora = match (&resumed, &flags.lora) {
+    if flags.qlora.is_some() && !files.has_blocks() {
+        return Err(UsageError(format!(
+            "--qlora is for a model whose weights are in blocks, and those of {} are floats: give a GGUF file, which lm export writes, or \
+             --lora.",
+            folder.display()
+        ))
+        .into());
+    }
+    let lora = match (&resumed, flags.adapter()) {
         (Some(resumed), _) => resumed.lora.clone(),
         (None, None) => None,
         (None, Some(flag)) => {

@@ -283,11 +283,11 @@ impl AdapterScope {
         })
     }
 
-    /// Returns how much the adapter of a number counts for experts, if it runs.
+    /// Returns how much the adapter of a number counts, if it runs, for layers that cannot tell rows from each other.
     ///
     /// # Errors
-    /// If rows have adapters or weights of their own, which experts cannot tell from each other.
-    pub(in crate::nn) fn of_experts(number: usize) -> Result<Option<f64>> {
+    /// If rows have adapters or weights of their own; it has the operation and the words for the layer.
+    pub(in crate::nn) fn of_all_rows(op: &'static str, layer: &str, number: usize) -> Result<Option<f64>> {
         let is_of_rows = ACTIVE.with_borrow(|active| {
             matches!(active.as_deref(), Some(ActiveAdapters { chosen: ChosenAdapters::OfRows(rows), .. }) if rows.len() > 1)
         });
@@ -295,8 +295,8 @@ impl AdapterScope {
             None => Ok(None),
             Some(AdapterWeight::Factor(factor)) if !is_of_rows => Ok(Some(factor)),
             Some(_) => Error::op(
-                "moe",
-                "an adapter of experts for some rows alone, which is unsupported; give all rows one",
+                op,
+                format!("an adapter of {layer} for some rows alone, which is unsupported; give all rows one"),
             ),
         }
     }
@@ -307,6 +307,14 @@ impl AdapterScope {
         match &active.0 {
             None => Ok(x.clone()),
             Some(active) => dropout.forward_in_order(x, active.mode, active.order.as_ref()),
+        }
+    }
+
+    /// The same for a layer whose input has no dim of tokens.
+    pub(super) fn drop_out_anywhere(dropout: &Dropout, x: &DTensor) -> Result<DTensor> {
+        match &Self::current().0 {
+            None => Ok(x.clone()),
+            Some(active) => dropout.forward(x, active.mode),
         }
     }
 

@@ -1,14 +1,15 @@
 //! Parameters of adapters.
-use super::layer::{LinearAdapters, TableAdapters};
+use super::layer::LinearAdapters;
+use super::table::TableAdapters;
 use crate::layout::Placement;
 use crate::nn::adapter::{Adapter, AdapterSet, LoraOptions};
-use crate::nn::init::even;
 use crate::nn::source::{Init, ParameterSource};
 use crate::nn::{MeshVarBuilder, Width};
 use crate::parallel::LayerKind;
 use crate::{DTensor, Result, autograd};
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
 impl MeshVarBuilder {
@@ -167,7 +168,7 @@ impl MeshVarBuilder {
                 LinearAdapters::of_tied([rows.into(), columns.into()], layout.weight, self).map(drop)
             }
             LayerKind::Embedding => {
-                TableAdapters::new([rows, columns], (layout.weight, layout.varying), self, true).map(drop)
+                TableAdapters::new([rows, columns], (layout.weight, layout.varying), None, self).map(drop)
             }
             _ => Err(style.error(format_args!("is a {kind:?}, which has no tied adapters"))),
         }
@@ -215,41 +216,87 @@ impl MeshVarBuilder {
         self.shared_factors.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Builds the magnitudes of the rows of the weight `[out, in]` at this path, whose norms they begin with.
+    /// Builds the magnitudes of the rows of the weight of these dims at this path, `[out, ..]`, whose norms they begin with.
     pub(super) fn row_norms(
         &self,
-        output: Width,
-        input: Width,
+        (output, whole): (Width, &[usize]),
+        init: Init,
+        at: (Placement, bool),
+        name: &str,
+    ) -> Result<DTensor> {
+        self.magnitudes(output, at, name, &|rows| {
+            let weight = self.rows_of_base(whole, rows, init)?;
+            Ok(weight.sqr()?.flatten_from(1)?.sum(1)?.sqrt()?)
+        })
+    }
+
+    /// The same for the columns of the table `[rows, width]` at this path. A fresh one has zeros in the row of `init`, if it names one.
+    pub(super) fn column_norms(
+        &self,
+        whole: [usize; 2],
+        (init, zeros): (Init, Option<usize>),
+        at: (Placement, bool),
+        name: &str,
+    ) -> Result<DTensor> {
+        let is_fresh = self.own_source().is_fresh();
+        self.magnitudes(whole[1].into(), at, name, &|columns| {
+            let mut sum = Tensor::zeros(columns.len(), DType::F32, self.device())?;
+            for start in (0..whole[0]).step_by(ROWS_AT_ONCE) {
+                let rows = start..whole[0].min(start + ROWS_AT_ONCE);
+                let zeros = zeros.filter(|row| is_fresh && rows.contains(row));
+                let apart = zeros.map_or([rows.clone(), 0..0], |row| [rows.start..row, row + 1..rows.end]);
+                for rows in apart.into_iter().filter(|rows| !rows.is_empty()) {
+                    let part =
+                        self.rows_of_base(&whole, rows, init)?.narrow(1, columns.start, columns.len())?;
+                    sum = (sum + part.sqr()?.sum(0)?)?;
+                }
+            }
+            Ok(sum.sqrt()?)
+        })
+    }
+
+    /// Rows of the weight at this path, in f32.
+    fn rows_of_base(&self, whole: &[usize], rows: Range<usize>, init: Init) -> Result<Tensor> {
+        let (name, place) = (self.full_name("weight"), (self.dtype(), self.device()));
+        let weight = self.own_source().rows(&name, whole, rows, (init, self.seed()), place)?;
+        Ok(weight.to_dtype(DType::F32)?)
+    }
+
+    /// Builds magnitudes that begin with what `norms` returns for a range of them.
+    fn magnitudes(
+        &self,
+        count: Width,
         (placement, varying): (Placement, bool),
         name: &str,
+        norms: &dyn Fn(Range<usize>) -> Result<Tensor>,
     ) -> Result<DTensor> {
         // Another model of the same parameters may have trained it.
         let is_known = self.built().iter().any(|parameter| parameter.name == self.full_name(name));
-        let made = self.part(&[output], name.into(), Init::Const(1.0), placement, varying)?;
+        let made = self.part(&[count], name.into(), Init::Const(1.0), placement, varying)?;
         let name = self.full_name(name);
         if is_known || !self.is_fresh_adapter() {
             return Ok(made);
         }
         let built = self.built();
         let Some(parameter) = built.iter().find(|parameter| parameter.name == name) else { return Ok(made) };
-        // Of the rows that this rank has, which are a part of those of its layer in a fully sharded unit.
-        let rows = parameter.tensor.spec().local_block().first().cloned().unwrap_or_default();
-        let whole = [output.size(), input.size()];
-        let weight = self.own_source().rows(
-            &self.full_name("weight"),
-            whole,
-            rows,
-            (Init::Random(even(1.0 / (input.size() as f64).sqrt())), self.seed()),
-            (self.dtype(), self.device()),
-        )?;
-        let norms = weight.to_dtype(DType::F32)?.sqr()?.sum(1)?.sqrt()?;
+        // Of those that this rank has, which are a part of those of its layer in a fully sharded unit.
+        let own = parameter.tensor.spec().local_block().first().cloned().unwrap_or_default();
+        let norms = norms(own)?;
         if parameter.var.elem_count() > 0 {
             parameter.var.set(&norms.to_dtype(parameter.var.dtype())?)?;
             autograd::counts::parameters_change();
         }
         Ok(made)
     }
+
+    /// Returns whether files have the weight of the module at this path.
+    pub(super) fn has_base(&self) -> bool {
+        self.own_source().has(&self.full_name("weight"))
+    }
 }
+
+/// The rows of a table that are read at once.
+const ROWS_AT_ONCE: usize = 1024;
 
 /// The path of the module that has the parameter of this full name.
 fn module_of(name: &str) -> Vec<&str> {

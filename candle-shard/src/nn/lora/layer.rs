@@ -4,12 +4,11 @@ use crate::layout::{Placement, Replicate, Shard};
 use crate::nn::adapter::LoraOptions;
 use crate::nn::init::even;
 use crate::nn::{Dropout, Init, MeshVarBuilder, Width};
-use crate::random::Distribution;
 use crate::{DTensor, Result};
 use std::sync::{Arc, OnceLock};
 
 /// The dim of the rows of a layer's input `[batch, rows, ..]` that may have adapters of their own.
-const ROWS: usize = 1;
+pub(super) const ROWS: usize = 1;
 
 /// Multiplies an input by a weight `[out, in]`, and adds a bias.
 type ProductFn<'a> = &'a dyn Fn(&DTensor, &DTensor, Option<&DTensor>) -> Result<DTensor>;
@@ -26,9 +25,7 @@ struct LinearAdapter {
     a: DTensor,
     b: DTensor,
     bias: Option<DTensor>,
-    magnitude: Option<DTensor>,
-    /// What a row of the changed weight is multiplied by, once it is known, if no value of the adapter changes.
-    ratio: Option<OnceLock<DTensor>>,
+    magnitudes: Option<Magnitudes>,
     scale: f64,
     dropout: Dropout,
 }
@@ -41,15 +38,39 @@ pub(crate) struct BaseWeight<'a> {
     pub(crate) product: &'a dyn Fn(&DTensor) -> Result<DTensor>,
 }
 
+/// The magnitudes of what a weight computes, apart from its directions (DoRA).
+#[derive(Debug)]
+pub(super) struct Magnitudes {
+    values: DTensor,
+    /// What the product with the changed weight is multiplied by, once it is known, if no value of the adapter changes.
+    ratio: Option<OnceLock<DTensor>>,
+}
+
+impl Magnitudes {
+    pub(super) fn new(values: DTensor, vb: &MeshVarBuilder) -> Self {
+        Self { values, ratio: (!vb.learns_adapters()).then(OnceLock::new) }
+    }
+
+    /// Returns the magnitudes by the norms of the changed weight, which count as constants.
+    pub(super) fn ratio(&self, norms: &dyn Fn() -> Result<DTensor>) -> Result<DTensor> {
+        let Some(known) = &self.ratio else { return self.values.div(&norms()?) };
+        if let Some(ratio) = known.get() {
+            return Ok(ratio.clone());
+        }
+        let ratio = self.values.div(&norms()?)?;
+        Ok(known.get_or_init(|| ratio).clone())
+    }
+}
+
 /// How a factor and the weight beside it lie: the factor of the dim that the weight is cut along is cut alike, and the other one is
 /// whole, with a partial gradient, which is summed once for all layers.
-struct FactorPlacements {
-    a: (Placement, bool),
-    b: (Placement, bool),
+pub(super) struct FactorPlacements {
+    pub(super) a: (Placement, bool),
+    pub(super) b: (Placement, bool),
 }
 
 impl FactorPlacements {
-    fn beside(weight: Placement) -> Self {
+    pub(super) fn beside(weight: Placement) -> Self {
         let cut = |placement| (placement, false);
         match weight {
             Shard(0) => Self { a: (Replicate, true), b: cut(Shard(0)) },
@@ -59,7 +80,7 @@ impl FactorPlacements {
     }
 
     /// Those of a weight that all ranks have and use unlike parts of.
-    fn used_unlike() -> Self {
+    pub(super) fn used_unlike() -> Self {
         Self { a: (Replicate, true), b: (Replicate, true) }
     }
 }
@@ -109,15 +130,16 @@ impl LinearAdapters {
             let bias = || vb.factor(&name("lora_B", "bias"), &[output], zero, at.b, is_tied);
             let bias = options.bias.then(bias).transpose()?;
             let of_rows = name("lora_magnitude_vector", "weight");
-            let magnitude = || {
-                let build = || vb.row_norms(output, input, at.b, &of_rows);
-                if is_tied { vb.shared_factor(&of_rows, build) } else { build() }
+            let magnitudes = || {
+                let whole = [output.size(), input.size()];
+                let build = || vb.row_norms((output, &whole), uniform, at.b, &of_rows);
+                let made = if is_tied { vb.shared_factor(&of_rows, build) } else { build() };
+                made.map(|values| Magnitudes::new(values, &vb))
             };
-            let magnitude = options.dora.then(magnitude).transpose()?;
+            let magnitudes = options.dora.then(magnitudes).transpose()?;
             // Parts of one layer drop the same elements.
             let dropout = Dropout::new(options.dropout, &of_a.pp("lora_dropout").pp(vb.adapter_name()));
-            let ratio = (!vb.learns_adapters()).then(OnceLock::new);
-            Ok(LinearAdapter { number, a, b, bias, magnitude, ratio, scale: options.scale(), dropout })
+            Ok(LinearAdapter { number, a, b, bias, magnitudes, scale: options.scale(), dropout })
         };
         let adapters: Vec<LinearAdapter> = found.into_iter().map(adapter).collect::<Result<_>>()?;
         Ok(Self(Some(adapters.into())))
@@ -142,7 +164,7 @@ impl LinearAdapters {
         let base = BaseWeight { floats: &|| Ok(weight.detach()), product: &product };
         // The bias is added before the product is rounded, so that rows without an adapter are what they are alone.
         // Magnitudes scale the product without it.
-        match bias.filter(|_| self.active().any(|(adapter, _)| adapter.magnitude.is_some())) {
+        match bias.filter(|_| self.active().any(|(adapter, _)| adapter.magnitudes.is_some())) {
             None => self.add(x.linear(weight, bias)?, x, &base),
             Some(bias) => self.add(product(x)?, x, &base)?.add(bias),
         }
@@ -183,7 +205,7 @@ impl LinearAdapters {
 ///
 /// # Errors
 /// If there is one.
-fn refuse_magnitudes(
+pub(super) fn refuse_magnitudes(
     vb: &MeshVarBuilder,
     concerns: impl Fn(&MeshVarBuilder) -> bool,
     what: &str,
@@ -207,34 +229,24 @@ impl LinearAdapter {
         base: &BaseWeight<'_>,
     ) -> Result<DTensor> {
         let dropped = AdapterScope::drop_out(&self.dropout, x)?;
-        let Some(magnitude) = &self.magnitude else {
+        let Some(magnitudes) = &self.magnitudes else {
             return self.low_rank(&dropped, weight, &linear);
         };
         let low = self.low_rank(&dropped, &AdapterWeight::Factor(1.0), &linear)?;
         // m/‖W + scale·B·A‖ of the sum, less the product that the layer adds itself.
-        let ratio = match self.ratio.as_ref() {
-            None => self.ratio_of(magnitude, base)?,
-            Some(known) => match known.get() {
-                Some(ratio) => ratio.clone(),
-                None => {
-                    let ratio = self.ratio_of(magnitude, base)?;
-                    known.get_or_init(|| ratio).clone()
-                }
-            },
-        };
+        let ratio = magnitudes.ratio(&|| self.norms(base))?;
         let is_whole = AdapterScope::keeps_all(&self.dropout);
         let y = if is_whole { y.clone() } else { (base.product)(&dropped)? };
         let made = y.mul(&ratio.affine(1.0, -1.0)?)?.add(&low.mul(&ratio)?)?;
         weighted(&made, weight)
     }
 
-    /// Returns `magnitude / ‖W + scale·B·A‖` of each row. The norm counts as a constant.
-    fn ratio_of(&self, magnitude: &DTensor, base: &BaseWeight<'_>) -> Result<DTensor> {
+    /// Returns `‖W + scale·B·A‖` of each row, without a gradient.
+    fn norms(&self, base: &BaseWeight<'_>) -> Result<DTensor> {
         let changed = self.b.detach().matmul(&self.a.detach())?.affine(self.scale, 0.0)?;
         let changed = (base.floats)()?.add(&changed)?.detach();
-        // Both are cut as the rows of the weight, unevenly too.
-        let norms = changed.sqr()?.sum(1)?.resolve_partial()?.sqrt()?;
-        magnitude.div(&norms)
+        // They are cut as the rows of the weight, unevenly too.
+        changed.sqr()?.sum(1)?.resolve_partial()?.sqrt()
     }
 
     /// Returns `scale · (x · Aᵀ) · Bᵀ`, times what the adapter counts.
@@ -260,87 +272,13 @@ fn linear(x: &DTensor, weight: &DTensor, bias: Option<&DTensor>) -> Result<DTens
     x.linear(weight, bias)
 }
 
-fn scaled(x: &DTensor, factor: f64) -> Result<DTensor> {
+pub(super) fn scaled(x: &DTensor, factor: f64) -> Result<DTensor> {
     if factor == 1.0 { Ok(x.clone()) } else { x.affine(factor, 0.0) }
 }
 
-fn weighted(x: &DTensor, weight: &AdapterWeight) -> Result<DTensor> {
+pub(super) fn weighted(x: &DTensor, weight: &AdapterWeight) -> Result<DTensor> {
     match weight {
         AdapterWeight::Factor(factor) => scaled(x, *factor),
         AdapterWeight::Rows(rows) => x.mul(rows),
-    }
-}
-
-/// The adapters of a table, of which some run.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct TableAdapters(Option<Arc<[TableAdapter]>>);
-
-/// `A` `[rank, rows]`, whose columns are looked up, and `B` `[width, rank]` beside a table `[rows, width]`.
-#[derive(Debug)]
-struct TableAdapter {
-    number: usize,
-    a: DTensor,
-    b: DTensor,
-    scale: f64,
-}
-
-impl TableAdapters {
-    /// The adapters of the table at the builder's path, which is placed as `table` on the plan's axis. If it is tied, it may be made
-    /// anew in each forward pass.
-    ///
-    /// # Errors
-    /// If one of them learns magnitudes or has a bias.
-    pub(crate) fn new(
-        [rows, width]: [usize; 2],
-        (table, varying): (Placement, bool),
-        vb: &MeshVarBuilder,
-        is_tied: bool,
-    ) -> Result<Self> {
-        let adapter = |(number, vb, options): (usize, MeshVarBuilder, LoraOptions)| {
-            if options.dora || options.bias {
-                let wrong = if options.dora { "magnitudes (DoRA)" } else { "a bias" };
-                let name = vb.adapter_name();
-                return Err(vb.style().error(format_args!(
-                    "is a table with the adapter {name:?}, which has {wrong}; leave the table out, or give it options without"
-                )));
-            }
-            // A table is the transpose of a linear layer's weight.
-            let at = match table {
-                Shard(0) => FactorPlacements::beside(Shard(1)),
-                Shard(_) => FactorPlacements::beside(Shard(0)),
-                _ => FactorPlacements { a: (Replicate, varying), b: (Replicate, varying) },
-            };
-            let name = |factor: &str| format!("{factor}.{}", vb.adapter_name());
-            let normal = Init::Random(Distribution::Normal { mean: 0.0, stdev: 1.0 });
-            let (rank, zero) = (Width::from(options.rank), Init::Const(0.0));
-            let a = vb.factor(&name("lora_embedding_A"), &[rank, rows.into()], zero, at.a, is_tied)?;
-            let b = vb.factor(&name("lora_embedding_B"), &[width.into(), rank], normal, at.b, is_tied)?;
-            Ok(TableAdapter { number, a, b, scale: options.scale() })
-        };
-        let found = vb.adapters_here();
-        if found.is_empty() {
-            return Ok(Self(None));
-        }
-        let adapters: Vec<TableAdapter> = found.into_iter().map(adapter).collect::<Result<_>>()?;
-        Ok(Self(Some(adapters.into())))
-    }
-
-    /// Returns `y`, the rows of the table at `ids`, with what the running adapters add.
-    pub(crate) fn add(&self, y: DTensor, ids: &DTensor) -> Result<DTensor> {
-        if self.active().next().is_none() {
-            return Ok(y);
-        }
-        AdapterScope::by_rows([&y, ids], ROWS, |[y, ids]| {
-            self.active().try_fold(y.clone(), |sum, (TableAdapter { a, b, scale, .. }, weight)| {
-                let narrow = a.t()?.embedding(ids)?;
-                let made = scaled(&narrow, *scale)?.linear(b, None)?;
-                sum.add(&weighted(&made, &weight)?)
-            })
-        })
-    }
-
-    fn active(&self) -> impl Iterator<Item = (&TableAdapter, AdapterWeight)> {
-        let adapters = self.0.iter().flat_map(|adapters| adapters.iter());
-        adapters.filter_map(|adapter| AdapterScope::of(adapter.number).map(|weight| (adapter, weight)))
     }
 }

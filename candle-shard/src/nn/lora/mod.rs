@@ -4,8 +4,12 @@
 
 mod active;
 mod builder;
+mod filters;
 mod layer;
+mod table;
 
 pub(crate) use active::AdapterScope;
 pub use active::{ActiveAdapters, AdapterWeight, RowAdapters};
-pub(crate) use layer::{BaseWeight, LinearAdapters, TableAdapters};
+pub(crate) use filters::FilterAdapters;
+pub(crate) use layer::{BaseWeight, LinearAdapters};
+pub(crate) use table::TableAdapters;

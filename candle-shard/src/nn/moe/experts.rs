@@ -183,7 +183,9 @@ impl ExpertWeights {
         self.adapters[which].iter().try_fold(
             made,
             |made, ExpertAdapter { number, factors: [a, b], scale }| {
-                let Some(factor) = AdapterScope::of_experts(*number)? else { return Ok(made) };
+                let Some(factor) = AdapterScope::of_all_rows("moe", "experts", *number)? else {
+                    return Ok(made);
+                };
                 let narrow = kernels::grouped_linear(x, laid[*a].to_local(), counts)?;
                 let added = kernels::grouped_linear(&narrow, laid[*b].to_local(), counts)?;
                 sum(&made, &added.affine(factor * scale, 0.0)?)

@@ -1,8 +1,8 @@
 //! Lookups in a quantized table.
 use super::weight::QuantizedWeight;
 use crate::layout::{Placement, Replicate, Shard};
-use crate::nn::MeshVarBuilder;
 use crate::nn::lora::TableAdapters;
+use crate::nn::{Init, MeshVarBuilder};
 use crate::ops::lookup::read_indexes;
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::rules::{self, OpSpec};
@@ -37,7 +37,7 @@ impl QuantizedEmbedding {
             return Err(style.error("cuts a quantized table by columns; cut it by rows with RowwiseParallel"));
         }
         let weight = QuantizedWeight::read(vb, "weight", [rows.into(), width.into()], at, style.axis)?;
-        let adapters = TableAdapters::new([rows, width], (at, false), vb, false)?;
+        let adapters = TableAdapters::new([rows, width], (at, false), Some((Init::Const(0.0), None)), vb)?;
         Ok(Self { weight, dtype: vb.dtype(), adapters, style })
     }
 
@@ -85,7 +85,8 @@ impl QuantizedEmbedding {
                 )?;
                 Ok(smallvec![found.reshape(outs[0].local_shape().as_slice())?.to_dtype(self.dtype)?])
             })?;
-            let [y] = self.style.outputs([&self.adapters.add(made.remove(0), ids)?])?;
+            let table = || self.weight.floats((self.dtype, ids.to_local().device()));
+            let [y] = self.style.outputs([&self.adapters.add(made.remove(0), ids, &table)?])?;
             Ok(y)
         })
     }

@@ -91,7 +91,7 @@ impl QuantizedWeight {
     }
 
     /// Returns the floats that the blocks stand for, without a gradient.
-    fn floats(&self, (dtype, device): (DType, &Device)) -> Result<DTensor> {
+    pub(super) fn floats(&self, (dtype, device): (DType, &Device)) -> Result<DTensor> {
         let placements: Placements =
             (0..self.mesh.ndim()).map(|axis| if axis == self.axis { self.at } else { Replicate }).collect();
         let spec = Spec::new(&self.mesh, &placements, &self.dims.map(Width::size)[..], dtype)?;

@@ -47,7 +47,7 @@ impl Case {
     }
 
     pub(crate) fn adapter(&self, name: &str) -> Adapter {
-        let table = self.options.clone().dora(false).bias(false);
+        let table = self.options.clone().bias(false);
         let adapter =
             Adapter::new(name).with("*", self.options.clone()).with("block.*", self.options.clone());
         let adapter = adapter.with("table", table);
@@ -266,7 +266,15 @@ impl<'a> Reference<'a> {
             None => x,
             Some(a) => {
                 let b = self.get("table.lora_embedding_B.mine").unwrap();
-                (x + (rows(&a.t()?.contiguous()?)?.broadcast_matmul(&b.t()?)? * self.case.options.scale())?)?
+                let added = (a.t()?.matmul(&b.t()?)? * self.case.options.scale())?;
+                let table = (self.get("table.weight").unwrap() + added)?;
+                match self.get("table.lora_magnitude_vector.mine.weight") {
+                    None => rows(&table)?,
+                    Some(magnitude) => {
+                        let norms = table.detach().sqr()?.sum_keepdim(0)?.sqrt()?;
+                        rows(&table.broadcast_div(&norms)?.broadcast_mul(&magnitude)?)?
+                    }
+                }
             }
         };
         let heads = |y: Tensor, count: usize| {

@@ -1,5 +1,6 @@
 //! Adapters beside layers of every kind, against plain candle: values and gradients on every mesh.
 mod harness;
+mod peft;
 mod quantized;
 mod rows;
 
@@ -83,6 +84,7 @@ fn magnitudes_compute_and_learn_as_on_one_device() {
         ..Case::new(LoraOptions::new(2).alpha(3.0).dora(true))
     };
     check(&case, &MESHES);
+    check(&Case { by_columns: true, ..case.clone() }, &MESHES);
     check(&Case { recompute: true, ..case }, &[[2, 2]]);
 }
 

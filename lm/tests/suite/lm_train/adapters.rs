@@ -19,7 +19,7 @@ use candle_lm::{Decoder, random_model};
 use candle_shard::nn::{LoraOptions, MeshVarBuilder};
 use candle_shard::{DTensor, Replicate};
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use test_utils::on_ranks;
 
 use crate::lm::export::{byte_level, tokenizer};
@@ -55,8 +55,8 @@ type GradientFact = (Vec<usize>, [f64; 2], Vec<f64>);
 
 fn facts() -> Facts {
     let mut all: Facts = serde_json::from_str(include_str!("adapters.json")).unwrap();
-    let variants: Facts = serde_json::from_str(include_str!("adapter_variants.json")).unwrap();
-    all.models.extend(variants.models);
+    let others = [include_str!("adapter_variants.json"), include_str!("adapter_experts.json")];
+    all.models.extend(others.iter().flat_map(|text| serde_json::from_str::<Facts>(text).unwrap().models));
     all
 }
 
@@ -66,11 +66,13 @@ const PREFIX: &str = "base_model.model.";
 const KINDS: &str = ", all its kinds";
 
 /// What is not done, and what the refusal names.
-const REFUSED: [(&str, &str); 6] = [
+const REFUSED: [(&str, &str); 8] = [
     // The router is one.
     ("mixtral, all-linear", "target_parameters"),
     ("qwen3 moe, all-linear", "target_parameters"),
-    ("embedding with dora", "use_dora"),
+    ("mixtral, all-linear with layers of experts", "gate.lora_"),
+    ("mixtral, layers of experts with dora", "use_dora"),
+    ("mixtral, layers of experts of unlike ranks", "rank 3"),
     ("saved head of a tied model", "modules_to_save"),
     ("bias lora_only", "bias"),
     ("bias all", "bias"),
@@ -128,6 +130,9 @@ fn stored(made: &HashMap<String, Tensor>, name: &str) -> Option<Tensor> {
         made.get(&name).or_else(|| made.get(&here)).cloned()
     };
     if let Some((module, factor)) = name.split_once(".experts.") {
+        if factor.as_bytes()[0].is_ascii_digit() {
+            return of_expert(&own, module, factor);
+        }
         return of_experts(&own, &format!("{module}.experts"), factor);
     }
     own(name).or_else(|| {
@@ -159,6 +164,20 @@ fn of_experts(own: &dyn Fn(&str) -> Option<Tensor>, module: &str, factor: &str) 
     let all = Tensor::cat(&parts.collect::<Option<Vec<_>>>()?, 1).ok()?;
     // The rank comes before the expert.
     all.permute((1, 2, 0)).ok()?.contiguous().ok()?.flatten_from(1).ok()
+}
+
+/// The gradient of a factor of a layer of one expert, as `3.w1.lora_A.weight`.
+fn of_expert(own: &dyn Fn(&str) -> Option<Tensor>, module: &str, factor: &str) -> Option<Tensor> {
+    let (expert, rest) = factor.split_once('.')?;
+    let (layer, factor) = rest.split_once('.')?;
+    let layer = match layer {
+        "w1" => "gate_proj",
+        "w3" => "up_proj",
+        "w2" => "down_proj",
+        known => known,
+    };
+    let at = module.split(".block_sparse_moe").next()?.trim_end_matches(".mlp");
+    own(&format!("{at}.mlp.experts.{layer}.{factor}"))?.get(expert.parse().ok()?).ok()
 }
 
 /// Compares the loss, the gradients and a step on a mesh.
@@ -287,6 +306,9 @@ fn is_refused(fact: &Fact) -> bool {
 
 /// Whether the adapter changes experts.
 fn changes_experts(fact: &Fact) -> bool {
+    if fact.case.contains("layers of") {
+        return true;
+    }
     let names = fact.config.get("target_parameters").and_then(Value::as_array);
     names.is_some_and(|names| !names.is_empty())
 }
@@ -300,6 +322,60 @@ fn what_is_not_done_is_refused_by_name() {
         let said = format!("{:#}", files.with_adapter("one", &folder).unwrap_err());
         let (_, field) = REFUSED.iter().find(|(case, _)| *case == fact.case).unwrap();
         assert!(said.contains(field), "{}: {said}", fact.case);
+    }
+}
+
+#[test]
+fn convolutions_of_a_filter_for_each_channel_are_refused_by_name() {
+    for (model, target) in
+        [("lfm2", "conv.conv"), ("qwen3.5", "conv1d"), ("mamba2", "conv1d"), ("qwen3 next", "conv1d")]
+    {
+        let place = families::place_of(model, &Map::new());
+        let files = Files::open(&place.path("model")).unwrap();
+        for targets in [
+            TargetModules::Suffixes(vec![target.into()]),
+            TargetModules::Regex(r".*\.(in_proj|conv1d|conv)".into()),
+        ] {
+            let config = AdapterConfig::new(LoraOptions::new(2), targets);
+            let said = format!("{:#}", adapter::fresh("one", &config, &files).unwrap_err());
+            assert!(said.contains(target) && said.contains("groups"), "{model}: {said}");
+        }
+    }
+}
+
+#[test]
+fn blocks_that_are_asked_for_have_to_be_there() {
+    let place = families::place_of("llama with biases", &Map::new());
+    let refused = |model: &str| {
+        let said = format!("{:#}", place.open(&format!("--model @{model} --qlora r=2")).unwrap_err());
+        assert!(said.contains("--qlora") && said.contains("floats"), "{said}");
+    };
+    refused("model");
+    tokenizer(&place.path("model"), 37, byte_level());
+    let files = Files::open(&place.path("model")).unwrap();
+    for (name, dtype) in [("blocks.gguf", GgmlDType::Q8_0), ("floats.gguf", GgmlDType::F32)] {
+        files.export_gguf(&place.path(name), dtype, |_, _| {}).unwrap();
+        let has_blocks = Files::open(&place.path(name)).unwrap().has_blocks();
+        assert_eq!(has_blocks, dtype == GgmlDType::Q8_0, "{name}");
+    }
+    refused("floats.gguf");
+}
+
+#[test]
+fn a_table_with_fresh_magnitudes_is_the_table_itself() {
+    for (model, fields) in
+        [("llama with biases", json!({})), ("llama with biases", json!({"tie_word_embeddings": true}))]
+    {
+        let place = families::place_of(model, fields.as_object().unwrap());
+        let flags = "--seed 0 --batch 4 --seq-len 9 --steps 2 --lr 0.01 --warmup 1";
+        let plain = place.losses(&format!("{flags} --lora r=2,targets=embed_tokens --tp 1"));
+        let want = place.losses(&format!("{flags} --lora r=2,dora,targets=embed_tokens --tp 1"));
+        assert!((want[0] - plain[0]).abs() < 1e-5, "{want:?} and {plain:?}");
+        assert!((want[1] - plain[1]).abs() > 1e-5, "{want:?} and {plain:?}");
+        for mesh in ["--tp 2", "--tp 3", "--pp 2 --tp 2", "--tp 2 --dp 2 --fsdp"] {
+            let got = place.losses(&format!("{flags} --lora r=2,dora,targets=embed_tokens {mesh}"));
+            assert_close(&got, &want, 2e-5, mesh);
+        }
     }
 }
 
@@ -463,6 +539,8 @@ fn what_is_saved_is_read_again_and_goes_on_on_other_meshes() {
         "embedding of a tied model",
         "saved head",
         "mixtral, experts",
+        "mixtral, some layers of some experts",
+        "embedding with dora",
         "lfm2, all its kinds",
         "qwen3 next, all its kinds",
         "granite hybrid, all its kinds",

@@ -1,19 +1,25 @@
-//! Preferences on every mesh against two answers alone, by the model with its adapter and without.
+//! Preferences on every mesh against two answers alone, by the model with its adapter and without, and against TRL.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
+use std::sync::Arc;
 
 use candle_core::{D, DType, Device, Tensor};
 use candle_dist::{DeviceMesh, RankContext};
 use candle_lm::Decoder;
+use candle_lm::adapter::{AdapterConfig, TRAINED, WEIGHTS};
 use candle_lm::declare::IGNORED;
+use candle_lm::files::Files;
 use candle_lm::train::job::Job;
 use candle_lm::train::trainer::Trainer;
 use candle_shard::nn::{ActiveAdapters, MeshVarBuilder, Parameter};
 use candle_shard::{DTensor, Replicate};
-use serde_json::json;
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
 use test_utils::on_ranks;
 
+use crate::lm::facts::weight;
+use crate::lm_train::families::{self, assert_near};
 use crate::lm_train::support::{Place, assert_close, config, mixture};
 
 const BETA: f64 = 0.3;
@@ -156,6 +162,98 @@ fn a_model_learns_to_prefer_and_its_validation_loss_says_so() {
         });
         let valid: Vec<f64> = trained[0].valid.iter().map(|(_, loss)| *loss).collect();
         assert!(valid[1] < 0.5 && valid[1] < valid[0], "{mesh}: {valid:?}");
+    }
+}
+
+/// What TRL computes of preferences, taken down by `benchmarks/trl_facts.py`.
+#[derive(Deserialize)]
+struct TrlFacts {
+    beta: f64,
+    model: String,
+    fields: Map<String, Value>,
+    defaults: Map<String, Value>,
+    config: Map<String, Value>,
+    loss: f64,
+    /// Pairs by themselves.
+    alone: Vec<PairFact>,
+    /// Shapes, and the norm and the product with a tensor that is made of the name.
+    gradients: BTreeMap<String, (Vec<usize>, [f64; 2])>,
+}
+
+#[derive(Deserialize)]
+struct PairFact {
+    pair: Value,
+    loss: f64,
+    /// What the better answer gains more than the other one, times β.
+    margins: f64,
+}
+
+#[test]
+fn losses_rewards_and_gradients_of_preferences_are_those_of_trl() {
+    let facts: TrlFacts = serde_json::from_str(include_str!("trl.json")).unwrap();
+    let place = families::place_of(&facts.model, &facts.fields);
+    let folder = place.path("adapter");
+    fs::create_dir(&folder).unwrap();
+    let mut config = facts.defaults.clone();
+    config.extend(facts.config.clone());
+    fs::write(folder.join("adapter_config.json"), Value::Object(config).to_string()).unwrap();
+    let stored = |name: &String| format!("base_model.model.{name}");
+    let tensors =
+        facts.gradients.iter().map(|(name, (shape, _))| (stored(name), weight(&stored(name), shape)));
+    let tensors: HashMap<String, Tensor> = tensors.collect();
+    candle_core::safetensors::save(&tensors, folder.join(WEIGHTS)).unwrap();
+    // The loss, and the gradients by the names of files.
+    let run = |pairs: &[&Value], flags: &str| {
+        let lines: String = pairs.iter().map(|pair| format!("{pair}\n")).collect();
+        fs::write(place.path("pairs.jsonl"), lines).unwrap();
+        let batch = pairs.len();
+        let all = format!(
+            "--seed 0 --data @pairs.jsonl --dpo {} --lora r=4 --seq-len 31 --batch {batch} {flags}",
+            facts.beta
+        );
+        let job = place.open(&all).unwrap();
+        let files = Files::open(&place.path("model")).unwrap().with_adapter(TRAINED, &folder).unwrap();
+        let lora = Some(AdapterConfig::read(&folder).unwrap());
+        let job = Arc::new(Job { files, lora, ..Job::clone(&job) });
+        let made = on_ranks(job.pipeline.world(), &all, move |ctx| -> anyhow::Result<_> {
+            let trainer = Trainer::new(ctx, &job)?;
+            let (loss, grads) = trainer.gradients(0)?;
+            let mut made = BTreeMap::new();
+            for parameter in trainer.parameters().iter().filter(|parameter| !parameter.is_frozen()) {
+                let grad = parameter.grad(&grads)?.expect("a gradient").full_tensor()?;
+                made.insert(parameter.name.replace(".default", ""), grad);
+            }
+            Ok((loss, made))
+        });
+        let loss = made[0].0;
+        (loss, made.into_iter().flat_map(|(_, grads)| grads).collect::<BTreeMap<_, _>>())
+    };
+    let pairs: Vec<&Value> = facts.alone.iter().map(|alone| &alone.pair).collect();
+    for mesh in ["--tp 1", "--tp 2", "--tp 3", "--tp 1 --dp 2", "--pp 2 --tp 2", "--tp 1 --cp 2"] {
+        let (loss, grads) = run(&pairs, mesh);
+        assert_near(loss, facts.loss, mesh);
+        assert!(grads.keys().eq(facts.gradients.keys()), "{mesh}: {:?}", grads.keys());
+        for (name, (shape, [norm, product])) in &facts.gradients {
+            let grad = &grads[name];
+            assert_eq!(grad.dims(), shape);
+            let probe = weight(&format!("probe.{}", stored(name)), shape);
+            let sum = |x: Tensor| f64::from(x.sum_all().unwrap().to_scalar::<f32>().unwrap());
+            let got = [sum(grad.sqr().unwrap()).sqrt(), sum((grad * probe).unwrap())];
+            for (got, want) in got.into_iter().zip([norm, product]) {
+                let bound = 5e-5 * norm.max(1.0);
+                assert!(
+                    (got - want).abs() < bound,
+                    "{mesh}: the gradient of {name}: {got} instead of {want}"
+                );
+            }
+        }
+    }
+    for PairFact { pair, loss, margins } in &facts.alone {
+        let (got, _) = run(&[pair], "--tp 2");
+        assert_near(got, *loss, &pair.to_string());
+        // The loss of a pair is that of its reward.
+        let reward = -(got.exp() - 1.0).ln();
+        assert!((reward - margins).abs() < 1e-4 * margins.abs().max(1.0), "{pair}: {reward} and {margins}");
     }
 }
 

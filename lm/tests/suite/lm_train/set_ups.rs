@@ -18,6 +18,7 @@ fn recipe(dice: &mut Dice, has_targets: bool) -> String {
     let adapter = match dice.below(8) {
         0 | 1 if has_targets => " --lora r=2,alpha=4,targets=o_proj+experts.gate_up_proj+experts.down_proj",
         0 | 1 => " --lora r=2,alpha=4",
+        2 if dice.once_in(2) => " --lora r=3,alpha=4,dora,targets=embed_tokens+o_proj",
         2 => " --lora r=3,alpha=4,dora",
         3 => " --lora r=2,rslora,dropout=0.3",
         4 => " --lora r=2,alpha=4,layers=0",

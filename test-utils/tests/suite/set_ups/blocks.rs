@@ -90,11 +90,20 @@ impl Model {
 
     fn embedding(&self, vb: &MeshVarBuilder) -> Result<Embedding> {
         let options = EmbeddingOptions::default().max_norm(self.limited.then_some(1.0));
+        let vb = &self.adapted(vb)?;
         Embedding::with_options(self.vocab, self.width, 0.7, options, vb)
     }
 
     fn head(&self, vb: &MeshVarBuilder) -> Result<Linear> {
-        Linear::new(self.width, self.vocab, true, vb)
+        Linear::new(self.width, self.vocab, true, &self.adapted(vb)?)
+    }
+
+    /// A builder of the table or the head, with its adapter.
+    fn adapted(&self, vb: &MeshVarBuilder) -> Result<MeshVarBuilder> {
+        let Some(options) = &self.ends else { return Ok(vb.clone()) };
+        let name = vb.full_name("weight");
+        let path = name.trim_end_matches(".weight");
+        vb.with_adapters([Adapter::new("one").with(path, options.clone())])
     }
 
     /// Builds all layers, for the loss of a batch.
@@ -272,7 +281,7 @@ impl Model {
             }
             Layer::Conv => {
                 let config = candle_nn::Conv1dConfig { padding: 1, ..Default::default() };
-                let conv = nn::conv1d(width, width, 3, config, vb)?;
+                let conv = nn::conv1d(width, width, 3, config, &vb.pp("conv"))?;
                 run(move |x, _, _| nn::Module::forward(&conv, &x.transpose(1, 2)?)?.transpose(1, 2))
             }
             Layer::Experts { loss } => {

@@ -15,6 +15,8 @@ pub(crate) struct Model {
     pub(crate) vocab: usize,
     pub(crate) rows: usize,
     pub(crate) embedding: Cut,
+    /// What the table and the head have beside them, where these are frozen.
+    pub(crate) ends: Option<LoraOptions>,
     /// Whether a lookup limits the norms of its rows, in place.
     pub(crate) limited: bool,
     pub(crate) head: Head,
@@ -183,6 +185,7 @@ impl Model {
             vocab: 7,
             rows: 3 + dice.below(5),
             embedding: cut(&mut dice),
+            ends: None,
             limited: false,
             head: if dice.once_in(3) { Head::Tied } else { Head::Linear(cut(&mut dice)) },
             blocks,
@@ -197,7 +200,15 @@ impl Model {
             share: Share::Transmit,
             more: None,
         };
-        model.with_more(&mut Dice::new(seed + 2_000_000)).with_blocks(&mut Dice::new(seed + 3_000_000))
+        let model = model.with_more(&mut Dice::new(seed + 2_000_000));
+        model.with_blocks(&mut Dice::new(seed + 3_000_000)).with_ends(&mut Dice::new(seed + 8_000_000))
+    }
+
+    /// Draws the adapter of the table, which has no bias, and of the head. Lookups that limit norms change the table beside it.
+    fn with_ends(mut self, dice: &mut Dice) -> Self {
+        let has_one = [0, 3, 5, 6].contains(&(self.seed % 10)) && !self.limited && !self.plain;
+        self.ends = adapter(dice).filter(|_| has_one).map(|options| options.bias(false).dropout(0.0));
+        self
     }
 
     /// Draws what is drawn apart, so that seeds keep the rest.
@@ -319,6 +330,7 @@ impl Model {
             with(&|small| small.blocks[at].layer = simpler(&small.blocks[at].layer));
         }
         with(&|small| small.embedding = Cut::Whole);
+        with(&|small| small.ends = None);
         with(&|small| small.limited = false);
         with(&|small| small.both_axes = false);
         with(&|small| small.plain = false);
