@@ -640,6 +640,25 @@ DENSE |= {
     ),
 }
 
+# Windows, and layers without rotary positions, with experts behind dense layers.
+MIXTURES |= {
+    "exaone moe": (
+        "ExaoneMoe",
+        dict(
+            ODD, num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"], sliding_window=4,
+            num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, num_shared_experts=2, n_group=4, topk_group=2,
+            rope_parameters=dict(FRESH),
+        ),
+    ),
+    "exaone moe of llama.cpp": (
+        "ExaoneMoe",
+        dict(
+            head_dim=8, num_hidden_layers=4, sliding_window=4, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12,
+            num_shared_experts=1, first_k_dense_replace=2, routed_scaling_factor=1.5, rope_parameters=dict(FRESH),
+        ),
+    ),
+}
+
 MODELS = {**CASES, **MIXTURES, **DENSE}
 
 ROPES_PATH = PATH.with_name("ropes.json")

@@ -65,8 +65,14 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
     }
     if let Some(StackNames { gate_up, .. }) = names.stacks {
         // GGUF files have gates and ups by themselves.
-        let is_there = weights.names().any(|name| name.ends_with(gate_up));
-        return if is_there { apart(weights, config) } else { Ok(weights) };
+        if weights.names().any(|name| name.ends_with(gate_up)) {
+            return apart(weights, config);
+        }
+        // Quantized folders may have each expert by itself.
+        let first = format!(".{}.0.", names.experts);
+        if !weights.names().any(|name| name.contains(&first)) {
+            return Ok(weights);
+        }
     }
     for layer in (0..config.num_hidden_layers).filter(|&layer| experts.are_in(layer)) {
         let at = |name: &str| format!("model.layers.{layer}.{name}");
@@ -94,7 +100,7 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
         }
         for part in EXPERTS.map(at).into_iter().skip(usize::from(!experts.gate.has_gate())) {
             if weights.names().all(|name| name != part) {
-                let all = config.unstacked(&part).unwrap_or_default().into_iter();
+                let all = config.of_each_expert(&part).unwrap_or_default().into_iter();
                 let all: Vec<String> = all.map(|name| config.name_in_memory(&name)).collect();
                 weights = weights.stack(&all, part)?;
             }

@@ -339,6 +339,15 @@ impl Experts {
         Ok(Self { shared, layers: sparse_layers(fields, layers)?, ..grouped })
     }
 
+    /// Those of EXAONE, which are made like DeepSeek's.
+    pub(super) fn exaone(fields: &Fields, layers: usize) -> Result<Self> {
+        let grouped = Self::grouped(fields, ([64, 8], 1024), &DEEPSEEK)?;
+        let shared = fields.optional_count("n_shared_experts", MOST)?.unwrap_or(1);
+        let shared = grouped.hidden.saturating_mul(shared);
+        let scale = fields.optional_positive("routed_scaling_factor")?.unwrap_or(2.5);
+        Ok(Self { shared, scale, layers: sparse_layers(fields, layers)?, ..grouped })
+    }
+
     /// The experts of NVIDIA's hybrids, in the layers that `layers` marks. The network for all tokens has a width of its own.
     pub(super) fn nemotron(fields: &Fields, layers: Vec<bool>) -> Result<Self> {
         let shared = fields.optional_size("moe_shared_expert_intermediate_size", super::MOST)?;
