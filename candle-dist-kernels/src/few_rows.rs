@@ -151,3 +151,42 @@ pub(super) fn widening(m: usize, x: &[f32], weight: &CpuStorage, layout: &Layout
         other => bail!("linear: a weight of {} is not widened", other.dtype().as_str()),
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use candle_core::{DType, Tensor};
+
+    use crate::linear;
+    use crate::linear::composed;
+    use crate::waves::waves;
+
+    fn row(x: &Tensor, at: usize) -> Vec<f64> {
+        x.get(at).unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn rows_of_any_number_have_the_same_products() {
+        for dtype in [DType::F32, DType::F64] {
+            // Parts of the weight that are not alike, and inputs that are no whole vectors.
+            for (n, k) in [(7, 19), (16, 64), (3, 5)] {
+                let weight = waves(&[n, k], dtype);
+                let all = waves(&[34, k], dtype);
+                let many = linear(&all.narrow(0, 0, 5).unwrap(), &weight, None).unwrap();
+                for rows in [1, 4, 5, 6, 31, 32, 33, 34] {
+                    let x = all.narrow(0, 0, rows).unwrap();
+                    let got = linear(&x, &weight, None).unwrap();
+                    let want = composed(&x, &weight, None).unwrap();
+                    for at in 0..rows {
+                        for (got, want) in row(&got, at).iter().zip(row(&want, at)) {
+                            assert!((got - want).abs() < 1e-4, "{dtype:?} {rows} × {n} × {k}: {got}, {want}");
+                        }
+                        if (5..=32).contains(&rows) && at < 5 {
+                            assert_eq!(row(&got, at), row(&many, at), "row {at} of {rows}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
