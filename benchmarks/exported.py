@@ -101,6 +101,14 @@ FAMILIES |= {
         ),
         None,
     ),
+    "K-EXAONE": (
+        "ExaoneMoe",
+        dict(
+            num_hidden_layers=4, sliding_window=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+            num_shared_experts=1, first_k_dense_replace=1,
+        ),
+        None,
+    ),
     "GLM-4": ("Glm4", dict(head_dim=16), None),
     "GLM-4.5": ("Glm4Moe", dict(ROUTED, head_dim=16, first_k_dense_replace=1), None),
     "MiniMax M2": ("MiniMaxM2", dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2), None),

@@ -42,13 +42,8 @@ const FIELDS: [(&str, FieldRule); 7] = [
 
 const MIXTURE: [(&str, FieldRule); 23] = joined(
     DEEPSEEK_FIELDS,
-    joined(
-        FIELDS,
-        [
-            // What other programs read in the place of the number of dense layers.
-            ("is_moe_layer", Harmless),
-        ],
-    ),
+    // What other programs read in the place of the number of dense layers.
+    joined::<7, 1, 8>(FIELDS, [("is_moe_layer", Harmless)]),
 );
 
 /// Norms of heads, and windows in some layers, which alone have rotary positions then.

@@ -3,10 +3,10 @@
 use candle_nn::Activation;
 use candle_shard::kernels::RopePairs;
 
-use super::{Family, FamilyDefaults, PLAIN, biased, full, windows};
+use super::{Family, FamilyDefaults, PLAIN, biased};
 use crate::config::fields::FieldRule::{self, Only, Same, Used};
 use crate::config::fields::Plain::{Text, True};
-use crate::config::parts::{NormKind, Norms, Parts, QkNorm};
+use crate::config::parts::{NormKind, Norms, Parts};
 
 /// Their rows.
 pub(super) static FAMILIES: [Family; 6] = [

@@ -20,6 +20,7 @@ use candle_shard::nn::Heads;
 use tokenizers::Tokenizer;
 
 use super::experts::{ERNIE, EXAONE};
+use super::mamba::NEMOTRON_MIXTURE;
 use super::{ARCHITECTURES, CONV, MODULES, NORMS, QK_NORMS, TENSORS, llama4, tokenizer};
 use crate::adapter::MergedAdapter;
 use crate::config::mixers::MixerKind;
@@ -155,10 +156,15 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
         let leads = leads(kind);
         need(kind != "lfm2moe" || (experts.normalize && experts.scale == 1.0), "scaled weights of experts");
         let takes_raw = ["qwen2moe", "olmoe", "llama4"].contains(&kind);
-        need(leads || takes_raw || experts.normalize, "weights of experts that are not normalized");
+        need(
+            leads || takes_raw || kind == NEMOTRON_MIXTURE || experts.normalize,
+            "weights of experts that are not normalized",
+        );
         need(!takes_raw || !experts.normalize, "weights of experts that are normalized");
         need(
-            !config.has_dense_layers() || (leads && is_leading(&experts.layers)) || kind == llama4::KIND,
+            !config.has_dense_layers()
+                || (leads && is_leading(&experts.layers))
+                || [llama4::KIND, NEMOTRON_MIXTURE].contains(&kind),
             "dense layers in a model that has layers with experts",
         );
         need(!parts.mlp_bias, "experts with biases");

@@ -168,6 +168,10 @@ pub(super) fn fields(config: &Config, kind: &str, own: &mut Vec<(&'static str, S
         set("moe_latent_size", experts.latent.map(number));
     }
     if kind == "granitehybrid" {
+        // What llama.cpp takes for granted: all networks of experts are as wide as the others, and weights are normalized.
+        for key in ["expert_feed_forward_length", "expert_weights_norm"] {
+            set(key, None);
+        }
         // llama.cpp takes it as a switch of rotary positions.
         set("rope.scaling.finetuned", Some(Stored::Bool(config.parts.is_rotary(0))));
         let shared = config.parts.experts.as_ref().map_or(config.intermediate_size, |experts| experts.shared);
