@@ -918,6 +918,11 @@ pub(crate) fn convertible() -> (Vec<u32>, Vec<Family>) {
             // A router would choose other experts for what blocks round off.
             config["num_experts_per_tok"] = config["num_local_experts"].clone();
         }
+        if config["model_type"] == "exaone_moe" {
+            // A router would choose other experts for what blocks round off.
+            config["num_experts_per_tok"] = config["num_experts"].clone();
+            config["topk_group"] = config["n_group"].clone();
+        }
         if config["model_type"] == "lfm2_moe" {
             // Convolutions multiply what blocks round off, and a router would choose other experts.
             config["num_experts_per_tok"] = config["num_experts"].clone();
