@@ -161,6 +161,8 @@ pub(super) fn fields(config: &Config, kind: &str, own: &mut Vec<(&'static str, S
             (true, None) => config.intermediate_size,
         };
         set("feed_forward_length", Some(of_layers(&inner)));
+        // llama.cpp does not open files without it, and does not use it.
+        set("attention.layer_norm_epsilon", Some(Stored::F32(config.rms_norm_eps as f32)));
     }
     if let (NEMOTRON_MIXTURE, Some(experts)) = (kind, &config.parts.experts) {
         set("expert_shared_feed_forward_length", Some(number(experts.shared)));

@@ -630,6 +630,7 @@ fn states(kind: &str, config: &Config, metadata: &mut Vec<(&str, Stored)>) {
     if kind.starts_with("nemotron_h") {
         metadata.retain(|(key, _)| *key != "feed_forward_length");
         metadata.push(("feed_forward_length", inner));
+        metadata.push(("attention.layer_norm_epsilon", Stored::F32(config.rms_norm_eps as f32)));
     } else {
         let shared = config.parts.experts.as_ref().map_or(config.intermediate_size, |experts| experts.shared);
         metadata.push(("rope.scaling.finetuned", Stored::Bool(config.parts.is_rotary(0))));
