@@ -4,21 +4,15 @@
 //! half the memory traffic of the same weights in 32 bits; the products are summed in f32.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, Layout, Result, bail};
+use candle_core::{CpuStorage, Layout, Result, bail};
 use std::hint::black_box;
 
 use super::element::Element;
 use super::real::Real;
 use super::rows::by_blocks;
 
-/// The most input rows that are multiplied one by one, so that the bits of a row do not depend on their number.
-const ALONE: usize = 4;
-
-/// The most input rows of 16 bits: with more, blocks of the weight that are widened once are cheaper.
-const FEW_HALVES: usize = ALONE;
-
-/// The most input rows of 32 and 64 bits: with more, it is cheaper to pack blocks of the weight.
-const FEW_FLOATS: usize = 32;
+/// The most input rows: with more, blocks of the weight that are used several times are cheaper.
+pub(super) const FEW: usize = 4;
 
 /// Rows of the weight that are read at once, each from its own part of the weight: the processor prefetches several
 /// streams, and more data from several streams than from one.
@@ -26,14 +20,6 @@ pub(super) const STREAMS: usize = 4;
 
 /// Concurrent sums of a row, two vectors of f32.
 const LANES: usize = 16;
-
-/// Concurrent sums of a row that several inputs share, whose sums are all in registers.
-const SHARED_LANES: usize = 8;
-
-/// Returns whether so many input rows of a dtype are few.
-pub(super) fn are_few(m: usize, dtype: DType) -> bool {
-    m <= if matches!(dtype, DType::F16 | DType::BF16) { FEW_HALVES } else { FEW_FLOATS }
-}
 
 /// Returns whether each row of a weight with this layout is contiguous.
 pub(super) fn has_rows(weight: &Layout) -> bool {
@@ -65,19 +51,8 @@ pub(super) fn product<T: Real, E: Element<Real = T>>(
                 // Where the last part is short, its surplus sums are not used.
                 let row = |s: usize| &weight[start + (first + j + s * part).min(n - 1) * stride..][..k];
                 let rows = [row(0), row(1), row(2), row(3)];
-                if m <= ALONE {
-                    for (sums, x) in sums.chunks_exact_mut(STREAMS).zip(x.chunks_exact(k)) {
-                        sums.copy_from_slice(&dots(x, rows));
-                    }
-                    continue;
-                }
-                let (two, last) = sums.split_at_mut(m / 2 * 2 * STREAMS);
-                for (sums, x) in two.chunks_exact_mut(2 * STREAMS).zip(x.chunks_exact(2 * k)) {
-                    let (a, b) = x.split_at(k);
-                    sums.copy_from_slice(shared_dots([a, b], rows).as_flattened());
-                }
-                if !last.is_empty() {
-                    last.copy_from_slice(shared_dots([&x[(m - 1) * k..]], rows).as_flattened());
+                for (sums, x) in sums.chunks_exact_mut(STREAMS).zip(x.chunks_exact(k)) {
+                    sums.copy_from_slice(&dots(x, rows));
                 }
             }
         },
@@ -108,40 +83,6 @@ pub(super) fn dots<T: Real, E: Element<Real = T>>(x: &[T], rows: [&[E]; STREAMS]
     })
 }
 
-/// Returns the products of several inputs with several rows, which are loaded once for all inputs. The bits of an input do not depend on the
-/// others.
-#[inline(always)]
-fn shared_dots<T: Real, E: Element<Real = T>, const INPUTS: usize>(
-    x: [&[T]; INPUTS],
-    rows: [&[E]; STREAMS],
-) -> [[T; STREAMS]; INPUTS] {
-    let mut lanes = [[[T::zero(); SHARED_LANES]; STREAMS]; INPUTS];
-    let [(a, _), (b, _), (c, _), (d, _)] = rows.map(|row| row.as_chunks::<SHARED_LANES>());
-    let inputs = x.map(|x| &x.as_chunks::<SHARED_LANES>().0[..a.len()]);
-    for (i, (((a, b), c), d)) in a.iter().zip(b).zip(c).zip(d).enumerate() {
-        // In registers: with references the compiler would keep the sums in memory.
-        let loaded = [*a, *b, *c, *d];
-        for (lanes, x) in lanes.iter_mut().zip(&inputs) {
-            let x = x[i];
-            for (lanes, row) in lanes.iter_mut().zip(loaded) {
-                for ((lane, x), w) in lanes.iter_mut().zip(x).zip(row) {
-                    *lane += x * w.load();
-                }
-            }
-        }
-    }
-    // As in `dots`.
-    let lanes = black_box(lanes);
-    let whole = a.len() * SHARED_LANES;
-    std::array::from_fn(|input| {
-        std::array::from_fn(|s| {
-            let sum = lanes[input][s].iter().fold(T::zero(), |sum, &lane| sum + lane);
-            let rest = x[input][whole..].iter().zip(&rows[s][whole..]);
-            rest.fold(sum, |sum, (&x, &w)| sum + x * w.load())
-        })
-    })
-}
-
 /// Computes the product of an f32 input and a weight of 32 or 16 bits, in f32.
 pub(super) fn widening(m: usize, x: &[f32], weight: &CpuStorage, layout: &Layout) -> Result<Vec<f32>> {
     match weight {
@@ -149,44 +90,5 @@ pub(super) fn widening(m: usize, x: &[f32], weight: &CpuStorage, layout: &Layout
         CpuStorage::BF16(weight) => product(m, x, weight, layout),
         CpuStorage::F16(weight) => product(m, x, weight, layout),
         other => bail!("linear: a weight of {} is not widened", other.dtype().as_str()),
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)] // a panic is how a test fails
-mod tests {
-    use candle_core::{DType, Tensor};
-
-    use crate::linear;
-    use crate::linear::composed;
-    use crate::waves::waves;
-
-    fn row(x: &Tensor, at: usize) -> Vec<f64> {
-        x.get(at).unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
-    }
-
-    #[test]
-    fn rows_of_any_number_have_the_same_products() {
-        for dtype in [DType::F32, DType::F64] {
-            // Parts of the weight that are not alike, and inputs that are no whole vectors.
-            for (n, k) in [(7, 19), (16, 64), (3, 5)] {
-                let weight = waves(&[n, k], dtype);
-                let all = waves(&[34, k], dtype);
-                let many = linear(&all.narrow(0, 0, 5).unwrap(), &weight, None).unwrap();
-                for rows in [1, 4, 5, 6, 31, 32, 33, 34] {
-                    let x = all.narrow(0, 0, rows).unwrap();
-                    let got = linear(&x, &weight, None).unwrap();
-                    let want = composed(&x, &weight, None).unwrap();
-                    for at in 0..rows {
-                        for (got, want) in row(&got, at).iter().zip(row(&want, at)) {
-                            assert!((got - want).abs() < 1e-4, "{dtype:?} {rows} × {n} × {k}: {got}, {want}");
-                        }
-                        if (5..=32).contains(&rows) && at < 5 {
-                            assert_eq!(row(&got, at), row(&many, at), "row {at} of {rows}");
-                        }
-                    }
-                }
-            }
-        }
     }
 }

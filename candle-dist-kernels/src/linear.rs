@@ -12,7 +12,7 @@ use candle_dist_base::{edges, empty};
 
 use super::{
     DeferredGradient, TensorReader, WeightSink, check_vector, compute_dtype, cpu, elements,
-    few_rows::{self, are_few, has_rows},
+    few_rows::{self, FEW, has_rows},
     product::{product, rounded_product},
     real::Real,
     rows::{self, add_assign, by_blocks},
@@ -211,7 +211,7 @@ pub(super) fn forward(
     let shape = Shape::from(out_shape(x_l, weight_l));
     let m = rows.dims()[0];
     let is_dense = rows.is_contiguous() || matches!(x.dtype(), DType::F16 | DType::BF16);
-    if !are_few(m, x.dtype()) || !has_rows(weight_l) || !is_dense {
+    if m > FEW || !has_rows(weight_l) || !is_dense {
         return Ok((product(x, &rows, weight, &weight_l.transpose(0, 1)?)?, shape));
     }
     let (x, rows) = wide(x, &rows)?;
