@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Writes the results of transformers for a small model of each family into lm/tests/suite/lm/families.json.
 
-Usage: PYTHON benchmarks/lm_facts.py, with a Python that has torch and transformers 5
+Usage: PYTHON benchmarks/lm_facts.py [--only CASE ..], with a Python that has torch and transformers 5
+
+With --only, the facts of these cases alone are computed, and put among the others in their order.
 
 For each family: its config.json in the format of transformers 5, the logits after the first and after the last token of
 a prompt, and the tokens of greedy decoding. The prompt is longer than the sliding windows, and so is what follows.
@@ -12,6 +14,7 @@ tokens of greedy decoding that grows out of it.
 There are no weight files: `llama_facts.weight` computes the weights from their names and positions, and the tests do
 the same.
 """
+import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -640,6 +643,25 @@ DENSE |= {
     ),
 }
 
+# Windows, and layers without rotary positions, with experts behind dense layers.
+MIXTURES |= {
+    "exaone moe": (
+        "ExaoneMoe",
+        dict(
+            ODD, num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"], sliding_window=4,
+            num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, num_shared_experts=2, n_group=4, topk_group=2,
+            rope_parameters=dict(FRESH),
+        ),
+    ),
+    "exaone moe of llama.cpp": (
+        "ExaoneMoe",
+        dict(
+            head_dim=8, num_hidden_layers=4, sliding_window=4, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12,
+            num_shared_experts=1, first_k_dense_replace=2, routed_scaling_factor=1.5, rope_parameters=dict(FRESH),
+        ),
+    ),
+}
+
 MODELS = {**CASES, **MIXTURES, **DENSE}
 
 ROPES_PATH = PATH.with_name("ropes.json")
@@ -769,12 +791,44 @@ def fact(case, family, fields):
     )
 
 
+def cases_of(doc):
+    """Returns the cases that the command line names; none for all."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="CASE", choices=[*MODELS, *ROPES], help="cases of lm_facts.py")
+    return parser.parse_args().only
+
+
+def key_of(fact):
+    """Returns what tells a fact from the others of its file."""
+    return fact["case"], fact.get("parts", 1), bool(fact.get("fields"))
+
+
+def write(path, head, jobs, only):
+    """Writes a file of facts. `jobs` has a function for each key that computes the fact. If there are cases in `only`, the lines of all others
+    stay as they are, and those that the file does not have go behind the ones before them in `jobs`."""
+    lines = {}
+    if only:
+        rows = [line.rstrip(",") for line in path.read_text().splitlines() if line.startswith("  {")]
+        lines = {key_of(json.loads(row)): row for row in rows}
+    before = None
+    for key, compute in jobs.items():
+        if not only or key[0] in only:
+            made = {key: "  " + json.dumps(compute())}
+            if key not in lines and before is not None:
+                known = list(lines.items())
+                at = list(lines).index(before) + 1
+                lines = dict(known[:at]) | made | dict(known[at:])
+            lines |= made
+        before = key
+    path.write_text(f"{{{head}, \"models\": [\n" + ",\n".join(lines.values()) + "\n]}\n")
+
+
 def main():
-    facts = [fact(case, family, fields) for case, (family, fields) in MODELS.items()]
-    ropes = [rope_fact(case, family, fields) for case, (family, fields) in ROPES.items()]
-    for path, models in ((PATH, facts), (ROPES_PATH, ropes)):
-        lines = ",\n".join("  " + json.dumps(one) for one in models)
-        path.write_text(f'{{"prompt": {PROMPT}, "models": [\n{lines}\n]}}\n')
+    only = cases_of(__doc__)
+    for path, compute, models in ((PATH, fact, MODELS), (ROPES_PATH, rope_fact, ROPES)):
+        jobs = {(case, 1, False): lambda case=case, of=of: compute(case, *of) for case, of in models.items()}
+        if not only or set(only) & set(models):
+            write(path, f'"prompt": {PROMPT}', jobs, only)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the losses that transformers computes into lm/tests/suite/lm/scores.json and, with FILE, smollm2_score.json.
 
-Usage: PYTHON benchmarks/score_facts.py [FILE.gguf], with a Python that has torch and transformers 5, and with FILE also gguf
+Usage: PYTHON benchmarks/score_facts.py [FILE.gguf] [--only CASE ..], with a Python that has torch and transformers 5, and with FILE also gguf
 and accelerate
 
 For the small model of each family of lm_facts.py: the mean negative log-likelihood of a text in windows that overlap, and
@@ -78,13 +78,14 @@ def of_smollm2(file):
 
 
 def main():
+    files = [word for word in sys.argv[1:] if word.endswith(".gguf")]
+    sys.argv = [word for word in sys.argv if word not in files]
+    only = lm_facts.cases_of(__doc__)
     with torch.no_grad():
-        models = [of_family(case, family, fields) for case, (family, fields) in lm_facts.MODELS.items()]
-        lines = ",\n".join("  " + json.dumps(one) for one in models)
-        head = f'"tokens": {TOKENS}, "windows": {WINDOWS}'
-        (FOLDER / "scores.json").write_text(f'{{{head}, "models": [\n{lines}\n]}}\n')
-        if sys.argv[1:]:
-            fact = of_smollm2(Path(sys.argv[1]))
+        jobs = {(case, 1, False): lambda case=case, of=of: of_family(case, *of) for case, of in lm_facts.MODELS.items()}
+        lm_facts.write(FOLDER / "scores.json", f'"tokens": {TOKENS}, "windows": {WINDOWS}', jobs, only)
+        for file in files:
+            fact = of_smollm2(Path(file))
             (FOLDER / "smollm2_score.json").write_text(json.dumps(fact, ensure_ascii=False) + "\n")
 
 

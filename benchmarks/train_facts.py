@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes what transformers computes in one training step of each family into lm/tests/suite/lm_train/families.json.
 
-Usage: PYTHON benchmarks/train_facts.py, with a Python that has torch and transformers 5
+Usage: PYTHON benchmarks/train_facts.py [--only CASE ..], with a Python that has torch and transformers 5
 
 The models are those of lm_facts.py. For each: the mean loss of a batch, and for the gradient of each parameter its norm and its
 product with the weights that `llama_facts.weight` makes of "probe." and the parameter's name. Parameters have the names
@@ -175,10 +175,11 @@ def fact(case, parts, change):
 
 
 def main():
-    facts = [fact(case, 1, {}) for case in lm_facts.MODELS]
-    facts += [fact(case, parts, BALANCED) for case in MIXTURES for parts in (1, 2)]
-    lines = ",\n".join("  " + json.dumps(one) for one in facts)
-    PATH.write_text(f'{{"text": {TEXT}, "batch": {BATCH}, "models": [\n{lines}\n]}}\n')
+    only = lm_facts.cases_of(__doc__)
+    every = [(case, 1, {}) for case in lm_facts.MODELS]
+    every += [(case, parts, BALANCED) for case in MIXTURES for parts in (1, 2)]
+    jobs = {(case, parts, bool(change)): lambda of=(case, parts, change): fact(*of) for case, parts, change in every}
+    lm_facts.write(PATH, f'"text": {TEXT}, "batch": {BATCH}', jobs, only)
 
 
 if __name__ == "__main__":

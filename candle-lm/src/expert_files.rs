@@ -11,8 +11,11 @@ use crate::config::tensors::{CHOICE_BIAS, EXPERTS, LOGIT_BIAS, ROUTER};
 /// The routers, and the stacked gates with the ups below them, of files that hold experts as transformers 5 does in memory.
 const ROUTERS_IN_MEMORY: [&str; 2] = ["mlp.gate", "block_sparse_moe.router"];
 /// Modules of the bias of the choice in files, and in memory.
-const BIASES_IN_MEMORY: [(&str, &str); 2] =
-    [("block_sparse_moe", "mlp"), ("mlp.moe_statics", "mlp.gate.moe_statics")];
+const BIASES_IN_MEMORY: [(&str, &str); 3] = [
+    ("block_sparse_moe", "mlp"),
+    ("mlp.moe_statics", "mlp.gate.moe_statics"),
+    ("mlp.e_score", "mlp.gate.e_score"),
+];
 pub(crate) const GATE_UP: &str = "mlp.experts.gate_up_proj";
 
 /// Stacks the experts of each layer, whose tensors files have by themselves, or gate and up in one. Nothing is read.
@@ -36,7 +39,7 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
         let layer = |parameter: &str| name.strip_suffix(&format!(".{parameter}"));
         let [first, second] = ROUTERS_IN_MEMORY;
         let weights = [names.router, first, second].map(|router| format!("{router}.weight"));
-        // At most one of the two modules is in the name, so one of these is the name itself.
+        // At most one of the modules is in the name, so one of these is the name itself.
         let biases = BIASES_IN_MEMORY.map(|(stored, in_memory)| names.bias.replace(stored, in_memory));
         let layer_of = |names: &[String]| names.iter().find_map(|name| layer(name));
         let logits = layer(&format!("{}.bias", names.router)).filter(|_| experts.logit_bias);
@@ -65,8 +68,14 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
     }
     if let Some(StackNames { gate_up, .. }) = names.stacks {
         // GGUF files have gates and ups by themselves.
-        let is_there = weights.names().any(|name| name.ends_with(gate_up));
-        return if is_there { apart(weights, config) } else { Ok(weights) };
+        if weights.names().any(|name| name.ends_with(gate_up)) {
+            return apart(weights, config);
+        }
+        // Quantized folders may have each expert by itself.
+        let first = format!(".{}.0.", names.experts);
+        if !weights.names().any(|name| name.contains(&first)) {
+            return Ok(weights);
+        }
     }
     for layer in (0..config.num_hidden_layers).filter(|&layer| experts.are_in(layer)) {
         let at = |name: &str| format!("model.layers.{layer}.{name}");
@@ -94,7 +103,7 @@ pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
         }
         for part in EXPERTS.map(at).into_iter().skip(usize::from(!experts.gate.has_gate())) {
             if weights.names().all(|name| name != part) {
-                let all = config.unstacked(&part).unwrap_or_default().into_iter();
+                let all = config.of_each_expert(&part).unwrap_or_default().into_iter();
                 let all: Vec<String> = all.map(|name| config.name_in_memory(&name)).collect();
                 weights = weights.stack(&all, part)?;
             }

@@ -132,12 +132,11 @@ impl Angles {
 
     /// Queries `[batch, heads, tokens, dim]` times the factors of their positions, if there are some. The tokens are those of texts.
     pub(crate) fn scale_queries(&self, x: DTensor, texts: &[TokenPositions]) -> Result<DTensor> {
-        match &self.of_texts(&self.all, texts)?[..] {
-            // A dim for heads.
-            [_, _, factors] if factors.dims().len() > 2 => x.mul(&factors.unsqueeze(1)?),
-            [_, _, factors] => x.mul(factors),
-            _ => Ok(x),
-        }
+        let tables = self.of_texts(&self.all, texts)?;
+        let [_, _, factors] = &tables[..] else { return Ok(x) };
+        // A dim for heads.
+        let factors = if factors.dims().len() > 2 { factors.unsqueeze(1)? } else { factors.clone() };
+        x.to_dtype(factors.dtype())?.mul(&factors)?.to_dtype(x.dtype())
     }
 
     fn of_texts(&self, tables: &RopeTables, texts: &[TokenPositions]) -> Result<Arc<[DTensor]>> {
@@ -259,7 +258,9 @@ fn tables(
     let mut made = vec![whole(angles.cos()?)?, whole(angles.sin()?)?];
     if let Some(temperature) = &frequencies.temperature {
         let factors: Vec<f32> = (0..positions).map(|position| temperature.at(position) as f32).collect();
-        made.push(Tensor::from_vec(factors, (positions, 1), device)?.to_dtype(dtype)?);
+        let factors = Tensor::from_vec(factors, (positions, 1), device)?;
+        // As in transformers: those of layers without rotary positions are not rounded, what they multiply is.
+        made.push(if temperature.is_of_rotary { factors.to_dtype(dtype)? } else { factors });
     }
     Ok(made)
 }

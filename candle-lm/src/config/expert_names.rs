@@ -105,6 +105,9 @@ pub static GPT_OSS: ExpertNames = ExpertNames {
 /// The names of the files of DeepSeek's mixtures, and of others that are made like them.
 pub static DEEPSEEK: ExpertNames = ExpertNames { shared: SHARED, ..QWEN };
 
+/// The names of the files of EXAONE's mixtures.
+pub static EXAONE: ExpertNames = ExpertNames { bias: "mlp.e_score_correction_bias", ..DEEPSEEK };
+
 /// The names of the files of Mistral's mixtures.
 pub static MISTRAL: ExpertNames = ExpertNames {
     stacks: Some(StackNames {

@@ -5,8 +5,8 @@ use candle_shard::nn::{ExpertGate, ExpertGroups, Scores};
 use serde_json::{Value, json};
 
 pub use super::expert_names::{
-    DEEPSEEK, ERNIE, ExpertNames, GEMMA, GPT_OSS, GRANITE, HUNYUAN, LFM2, LLAMA, MISTRAL, MIXTRAL, NEMOTRON,
-    QWEN, StackLayout, StackNames,
+    DEEPSEEK, ERNIE, EXAONE, ExpertNames, GEMMA, GPT_OSS, GRANITE, HUNYUAN, LFM2, LLAMA, MISTRAL, MIXTRAL,
+    NEMOTRON, QWEN, StackLayout, StackNames,
 };
 use super::fields::FieldRule::{self, Harmless, Only, Used};
 use super::fields::Plain::{False, Text, True, Zero};
@@ -337,6 +337,15 @@ impl Experts {
         };
         let shared = grouped.hidden.saturating_mul(shared);
         Ok(Self { shared, layers: sparse_layers(fields, layers)?, ..grouped })
+    }
+
+    /// Those of EXAONE, which are made like DeepSeek's.
+    pub(super) fn exaone(fields: &Fields, layers: usize) -> Result<Self> {
+        let grouped = Self::grouped(fields, ([64, 8], 1024), &EXAONE)?;
+        let shared = fields.optional_count("n_shared_experts", MOST)?.unwrap_or(1);
+        let shared = grouped.hidden.saturating_mul(shared);
+        let scale = fields.optional_positive("routed_scaling_factor")?.unwrap_or(2.5);
+        Ok(Self { shared, scale, layers: sparse_layers(fields, layers)?, ..grouped })
     }
 
     /// The experts of NVIDIA's hybrids, in the layers that `layers` marks. The network for all tokens has a width of its own.

@@ -95,13 +95,16 @@ impl Config {
 
     /// The parts of a stacked tensor of experts as files have them, each expert by itself; `None` for other tensors.
     pub fn unstacked(&self, name: &str) -> Option<Vec<String>> {
+        let has_stacks = self.parts.experts.as_ref().is_some_and(|experts| experts.names.stacks.is_some());
+        if has_stacks { None } else { self.of_each_expert(name) }
+    }
+
+    /// The names of the same parts, whether files of the family have experts so or not: quantized ones may where others do not.
+    pub(crate) fn of_each_expert(&self, name: &str) -> Option<Vec<String>> {
         let model = self.parts.model_name;
         let own = name.strip_prefix("model.").or_else(|| name.strip_prefix(model)?.strip_prefix('.'))?;
         let (layer, module) = own.strip_prefix("layers.")?.split_once('.')?;
         let Experts { count, names, .. } = self.parts.experts(layer.parse().ok()?)?;
-        if names.stacks.is_some() {
-            return None;
-        }
         let part = EXPERTS.iter().position(|part| *part == module)?;
         let of = |expert: usize| {
             format!("{model}.layers.{layer}.{}.{expert}.{}.weight", names.experts, names.layers[part])

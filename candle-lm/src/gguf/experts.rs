@@ -17,6 +17,9 @@ const SCORES: &str = "expert_gating_func";
 /// What files call mixtures of ERNIE.
 pub(super) const ERNIE: &str = "ernie4_5-moe";
 
+/// What files call mixtures of EXAONE.
+pub(super) const EXAONE: &str = "exaone-moe";
+
 /// The keys that [`fields`] reads beside those that are fields.
 pub(super) const KEYS: [&str; 1] = [SCORES];
 
@@ -58,7 +61,7 @@ pub(super) fn fields(
     fields: &mut Map<String, Value>,
 ) -> Result<()> {
     let only = match kind {
-        "glm4moe" | "minimax-m2" | "lfm2moe" | "llama4" | NEMOTRON_MIXTURE => 2,
+        "glm4moe" | "minimax-m2" | "lfm2moe" | "llama4" | EXAONE | NEMOTRON_MIXTURE => 2,
         // The softmax of the chosen logits, which is that of all over its sum.
         "gpt-oss" => 3,
         _ => 1,
@@ -85,7 +88,7 @@ pub(super) fn fields(
             count.unwrap_or_default()
         );
     }
-    if !["glm4moe", NEMOTRON_MIXTURE].contains(&kind) {
+    if !["glm4moe", EXAONE, NEMOTRON_MIXTURE].contains(&kind) {
         for (key, name, idle) in IDLE {
             let Some(value) = fields.remove(name) else { continue };
             let is_idle = value.as_f64().is_some_and(|value| value == 0.0 || value == idle as f64);
@@ -151,7 +154,7 @@ pub(super) fn fields(
             }
             normalizes(kind, fields)?;
         }
-        "glm4moe" => {
+        "glm4moe" | EXAONE => {
             // Without the keys, which llama.cpp takes as off.
             for (name, absent) in [("norm_topk_prob", json!(false)), ("num_nextn_predict_layers", json!(0))] {
                 fields.entry(name).or_insert(absent);
@@ -163,6 +166,9 @@ pub(super) fn fields(
             let number = |name: &str| fields.get(name).and_then(Value::as_u64).unwrap_or(0);
             let layers = number("num_hidden_layers").saturating_sub(drafts(weights, fields));
             fields.insert("num_hidden_layers".into(), json!(layers));
+            if kind == EXAONE {
+                return width_of_shared(kind, fields, "n_shared_experts");
+            }
             fields.insert("use_qk_norm".into(), json!(weights.contains_tensor("blk.0.attn_q_norm.weight")));
         }
         NEMOTRON_MIXTURE => {
@@ -216,12 +222,17 @@ fn ernie(fields: &mut Map<String, Value>) -> Result<()> {
         let value = fields.remove(was).unwrap_or(json!(absent));
         fields.insert(is.into(), value);
     }
+    width_of_shared(ERNIE, fields, "moe_num_shared_experts")
+}
+
+/// Takes away the width of the network for all tokens, which is that of as many experts as the field `count` says.
+fn width_of_shared(kind: &str, fields: &mut Map<String, Value>, count: &str) -> Result<()> {
     let number = |name: &str| fields.get(name).and_then(Value::as_u64).unwrap_or(0);
-    let width = number("moe_num_shared_experts").saturating_mul(number("moe_intermediate_size"));
+    let width = number(count).saturating_mul(number("moe_intermediate_size"));
     let said = fields.remove("shared_expert_intermediate_size");
     ensure!(
         said.as_ref().is_none_or(|said| *said == json!(width)),
-        "{ERNIE}.expert_shared_feed_forward_length is {}, and only {width} is supported, that of all shared experts together",
+        "{kind}.expert_shared_feed_forward_length is {}, and only {width} is supported, that of all shared experts together",
         said.unwrap_or_default()
     );
     Ok(())

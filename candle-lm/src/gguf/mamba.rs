@@ -151,7 +151,9 @@ pub(super) fn fields(
         _ => {
             fields.insert("use_conv_bias".into(), json!(biases[0]));
             fields.insert("use_bias".into(), json!(biases[1]));
-            if let Some(eps) = fields.remove("rms_norm_eps") {
+            // Files of NVIDIA's hybrids have the same number under the name of other norms too.
+            let other = fields.remove("layer_norm_eps");
+            if let Some(eps) = fields.remove("rms_norm_eps").or(other) {
                 fields.insert("layer_norm_epsilon".into(), eps);
             }
         }

@@ -32,7 +32,7 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 50] = [
+const ARCHITECTURES: [(&str, &str, bool); 51] = [
     ("llama", "llama", true),
     // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
     ("mistral3", "mistral", true),
@@ -56,6 +56,7 @@ const ARCHITECTURES: [(&str, &str, bool); 50] = [
     ("olmo2", "olmo3", false),
     ("seed_oss", "seed_oss", false),
     ("exaone4", "exaone4", false),
+    (experts::EXAONE, "exaone_moe", false),
     ("hunyuan-dense", "hunyuan_v1_dense", false),
     ("hunyuan-moe", "hunyuan_v1_moe", false),
     ("ernie4_5", "ernie4_5", false),
@@ -311,7 +312,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
             fields.insert(is.to_owned(), value);
         }
     }
-    if ["exaone4", "mistral3"].contains(&kind.as_str()) {
+    if ["exaone4", experts::EXAONE, "mistral3"].contains(&kind.as_str()) {
         // A file without a window has none, unlike a config.
         fields.entry("sliding_window").or_insert(Value::Null);
     }

@@ -3,7 +3,7 @@
 use candle_shard::kernels::RopePairs;
 use serde_json::{Map, Value};
 
-use super::{Family, FamilyDefaults, PLAIN, rename};
+use super::{Family, FamilyDefaults, PLAIN, rename, rename_absent};
 use crate::config::experts::Experts;
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::{False, One, Text};
@@ -64,6 +64,7 @@ const MIXTURE: [(&str, FieldRule); 17] = [
 
 /// The fields of a config of experts, whose numbers have the names of other mixtures.
 pub(super) fn plain(mut fields: Map<String, Value>) -> Map<String, Value> {
-    rename(&mut fields, &[("moe_k", "num_experts_per_tok"), ("moe_num_experts", "num_local_experts")]);
+    rename(&mut fields, &[("moe_num_experts", "num_local_experts")]);
+    rename_absent(&mut fields, &[("moe_k", "num_experts_per_tok")]);
     fields
 }

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use serde_json::{Map, Value, json};
 
-use super::{Family, PLAIN, biased};
+use super::{Family, PLAIN, biased, rename};
 use crate::config::experts::{Experts, ROUTER};
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::Text;
@@ -153,8 +153,6 @@ pub(super) fn plain(mut fields: Map<String, Value>) -> Map<String, Value> {
     } else {
         fields.entry("shared_intermediate_size").or_insert(json!(1024));
     }
-    if let Some(types) = fields.remove("layers_block_type").filter(|types| !types.is_null()) {
-        fields.entry("layer_types").or_insert(types);
-    }
+    rename(&mut fields, &[("layers_block_type", "layer_types")]);
     fields
 }

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_nn::Activation;
 use serde_json::{Map, Value, json};
 
-use super::{Family, FamilyDefaults, PLAIN, rename};
+use super::{Family, FamilyDefaults, PLAIN, rename, rename_absent};
 use crate::config::experts::Experts;
 use crate::config::fields::FieldRule::{self, Harmless, Only, Used};
 use crate::config::fields::Plain::{Text, True};
@@ -209,9 +209,7 @@ pub(super) fn nemotron_h(mut fields: Map<String, Value>) -> Result<Map<String, V
     rename(
         &mut fields,
         &[
-            ("attention_head_dim", "head_dim"),
             ("layer_norm_epsilon", "rms_norm_eps"),
-            ("layers_block_type", "layer_types"),
             ("mamba_conv_bias", "use_conv_bias"),
             ("mamba_d_conv", "conv_kernel"),
             ("mamba_dt_limit", "time_step_limit"),
@@ -219,6 +217,7 @@ pub(super) fn nemotron_h(mut fields: Map<String, Value>) -> Result<Map<String, V
             ("mamba_n_groups", "n_groups"),
         ],
     );
+    rename_absent(&mut fields, &[("attention_head_dim", "head_dim"), ("layers_block_type", "layer_types")]);
     fields.entry("rms_norm_eps").or_insert(json!(1e-5));
     let pattern = fields.remove("hybrid_override_pattern").filter(|pattern| !pattern.is_null());
     if let (Some(pattern), None) = (&pattern, fields.get("layer_types")) {

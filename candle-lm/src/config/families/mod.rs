@@ -3,6 +3,7 @@
 mod cohere;
 mod deepseek;
 mod ernie;
+mod exaone;
 mod falcon;
 mod gemma;
 mod gemma4;
@@ -112,6 +113,7 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
         &cohere::FAMILIES,
         &deepseek::FAMILIES,
         &ernie::FAMILIES,
+        &exaone::FAMILIES,
         &falcon::FAMILIES,
         &minimax::FAMILIES,
         &openai::FAMILIES,
@@ -129,6 +131,7 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
 pub(in crate::config) fn plain(fields: Map<String, Value>) -> Result<Map<String, Value>> {
     match fields.get("model_type").and_then(Value::as_str) {
         Some("ernie4_5_moe") => Ok(ernie::plain(fields)),
+        Some("exaone_moe") => Ok(exaone::plain(fields)),
         Some("falcon_h1") => Ok(falcon::plain(fields)),
         Some("gemma4_text") => gemma4::plain(fields),
         Some("gpt_oss") => Ok(openai::plain(fields)),
@@ -147,10 +150,21 @@ pub(in crate::config) fn refusal(model_type: &Value) -> Option<&'static str> {
     deepseek::REFUSED.iter().find(|(name, _)| model_type == name).map(|(_, reason)| *reason)
 }
 
-/// Gives fields other names.
+/// Gives fields other names. They replace what has these names, as transformers does where the second name of a pair is its own, or one that it
+/// does not read.
 fn rename(fields: &mut Map<String, Value>, names: &[(&str, &str)]) {
     for (was, is) in names {
         if let Some(value) = fields.remove(*was).filter(|value| !value.is_null()) {
+            fields.insert((*is).into(), value);
+        }
+    }
+}
+
+/// Gives fields other names, but where these are there: transformers sets them last (`attribute_map`).
+fn rename_absent(fields: &mut Map<String, Value>, names: &[(&str, &str)]) {
+    for (was, is) in names {
+        let value = fields.remove(*was).filter(|value| !value.is_null());
+        if let (Some(value), None | Some(Value::Null)) = (value, fields.get(*is)) {
             fields.insert((*is).into(), value);
         }
     }

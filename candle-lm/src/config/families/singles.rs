@@ -3,13 +3,13 @@
 use candle_nn::Activation;
 use candle_shard::kernels::RopePairs;
 
-use super::{Family, FamilyDefaults, PLAIN, biased, full, windows};
+use super::{Family, FamilyDefaults, PLAIN, biased};
 use crate::config::fields::FieldRule::{self, Only, Same, Used};
 use crate::config::fields::Plain::{Text, True};
-use crate::config::parts::{NormKind, Norms, Parts, QkNorm};
+use crate::config::parts::{NormKind, Norms, Parts};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 7] = [
+pub(super) static FAMILIES: [Family; 6] = [
     Family {
         model_type: "seed_oss",
         architecture: "SeedOssForCausalLM",
@@ -22,41 +22,6 @@ pub(super) static FAMILIES: [Family; 7] = [
                 mlp_bias: fields.switch("mlp_bias")?,
                 ..Parts::default()
             })
-        },
-    },
-    Family {
-        model_type: "exaone4",
-        architecture: "Exaone4ForCausalLM",
-        fields: &[
-            // Of layers that predict further tokens.
-            ("_num_mtp_layers", FieldRule::Harmless),
-            ("layer_types", Used),
-            ("mtp_loss_scaling_factor", FieldRule::Harmless),
-            ("mtp_share_layers", FieldRule::Harmless),
-            ("num_nextn_predict_layers", FieldRule::Harmless),
-            ("sliding_window", Used),
-            ("sliding_window_pattern", Used),
-        ],
-        absent: PLAIN,
-        parts: |fields, layers| {
-            let window = fields.window("sliding_window", Some(4096))?;
-            let (windows, rotary) = match window {
-                None => {
-                    full(fields)?;
-                    (Vec::new(), Vec::new())
-                }
-                Some(_) => {
-                    // transformers does not read the pattern beside the list.
-                    let pattern = match fields.get("layer_types") {
-                        Some(_) => None,
-                        None => fields.pattern(layers)?,
-                    };
-                    let windows = windows(fields, layers, window, pattern.unwrap_or(4))?;
-                    let rotary = windows.iter().map(Option::is_some).collect();
-                    (windows, rotary)
-                }
-            };
-            Ok(Parts { norms: Norms::After, qk_norm: QkNorm::Head, windows, rotary, ..Parts::default() })
         },
     },
     Family {

@@ -11,7 +11,7 @@ use crate::config::experts::Experts;
 use crate::config::mixers::MixerKind;
 use crate::config::parts::NormKind;
 use crate::config::{Config, RopeScaling};
-use crate::gguf::experts::ERNIE;
+use crate::gguf::experts::{ERNIE, EXAONE};
 use crate::gguf::{llama4, rope};
 
 /// A key and its value.
@@ -79,7 +79,8 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
     }) {
         own.push(("shortconv.l_cache", number(taps)));
     }
-    if config.is_recurrent() {
+    let has_mamba = parts.mixers.iter().any(|mixer| mixer.mamba().is_some());
+    if config.is_recurrent() && !has_mamba {
         // Layers without key heads are recurrent.
         let of_layer = |mixer: &MixerKind| if mixer.is_recurrent() { 0 } else { heads.key_value };
         let counts = parts.mixers.iter().map(|mixer| Stored::I32(of_layer(mixer) as i32)).collect();
@@ -105,9 +106,10 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
             let list = layers.map(|layer| Stored::Bool(parts.window(layer).is_some())).collect();
             own.push(("attention.sliding_window_pattern", Stored::Array(list)));
         }
-    } else if let (true, Some(window)) =
-        (kind.starts_with("gemma") || kind == "cohere2", super::windows(config).into_iter().flatten().next())
-    {
+    } else if let (true, Some(window)) = (
+        kind.starts_with("gemma") || ["cohere2", EXAONE].contains(&kind),
+        super::windows(config).into_iter().flatten().next(),
+    ) {
         own.push(("attention.sliding_window", number(window)));
     }
     let caps = [("attn_logit_softcapping", parts.scores_cap), ("final_logit_softcapping", parts.logits_cap)];
@@ -118,7 +120,7 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
         if experts.scores == Scores::Sigmoid {
             own.extend([("expert_gating_func", number(2)), ("expert_weights_scale", float(experts.scale))]);
         }
-        let with_shared = ["granitemoe", "hunyuan-moe", ERNIE];
+        let with_shared = ["granitemoe", "hunyuan-moe", ERNIE, EXAONE];
         if experts.shared_gate || (with_shared.contains(&kind) && experts.shared > 0) {
             own.push(("expert_shared_feed_forward_length", number(experts.shared)));
         }
@@ -126,7 +128,7 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
             let dense = (0..config.num_hidden_layers).filter(|&layer| !experts.are_in(layer)).count();
             own.push(("leading_dense_block_count", number(dense)));
         }
-        if ["glm4moe", ERNIE].contains(&kind) {
+        if ["glm4moe", ERNIE, EXAONE].contains(&kind) {
             own.push(("expert_shared_count", number(experts.shared / hidden)));
         }
         if kind == ERNIE {
@@ -144,6 +146,9 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
                 ("expert_weights_norm", Stored::Bool(*normalize)),
             ]);
         }
+    }
+    if has_mamba {
+        super::states::fields(config, kind, &mut own)?;
     }
     if let Some(step) = llama4::step(config).filter(|_| kind == llama4::KIND) {
         own.push(("interleave_moe_layer_step", number(step)));

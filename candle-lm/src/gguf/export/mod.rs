@@ -5,6 +5,7 @@
 mod fields;
 mod pieces;
 pub(crate) mod rewrite;
+mod states;
 mod vocabulary;
 
 use std::fs::File;
@@ -18,7 +19,8 @@ use candle_core::{DType, Device, Tensor};
 use candle_shard::nn::Heads;
 use tokenizers::Tokenizer;
 
-use super::experts::ERNIE;
+use super::experts::{ERNIE, EXAONE};
+use super::mamba::NEMOTRON_MIXTURE;
 use super::{ARCHITECTURES, CONV, MODULES, NORMS, QK_NORMS, TENSORS, llama4, tokenizer};
 use crate::adapter::MergedAdapter;
 use crate::config::mixers::MixerKind;
@@ -52,7 +54,7 @@ pub(crate) fn export(
     let name = path.file_stem().map_or("model".into(), |name| name.to_string_lossy());
     let mut metadata = fields::of(&files.config, &name, kind, dtype)?;
     metadata.extend(vocabulary::of(files, &tokenizer, [kind, &name])?);
-    let names = named(config);
+    let names = named(config, kind);
     let (mut tensors, count) = (Vec::new(), names.len());
     for (at, (name, parts)) in names.into_iter().enumerate() {
         let read = |(part, shape): &MemoryTensor| -> Result<Tensor> {
@@ -64,6 +66,7 @@ pub(crate) fn export(
         };
         let read = Tensor::cat(&parts.iter().map(read).collect::<Result<Vec<_>>>()?, 0)?;
         let read = if name.ends_with(&format!(".{CONV}.weight")) { read.squeeze(1)? } else { read };
+        let read = states::written(config, kind, &name, read)?;
         let shape = read.dims().to_vec();
         // llama.cpp adds nothing to the weights of norms.
         let read =
@@ -94,16 +97,20 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
         "granitemoeshared" => "granitemoe",
         _ => family,
     };
-    let found = ARCHITECTURES.iter().find(|(_, name, _)| *name == family);
-    let has_states =
-        parts.mixers.iter().any(|mixer| mixer.mamba().is_some() || matches!(mixer, MixerKind::DeltaNet(_)));
+    let mut found = ARCHITECTURES.iter().filter(|(_, name, _)| *name == family);
+    // Hybrids of NVIDIA with experts have a kind of their own, which comes last.
+    let found = match family == "nemotron_h" && parts.experts.is_some() {
+        true => found.next_back(),
+        false => found.next(),
+    };
+    let has_states = parts.mixers.iter().any(|mixer| matches!(mixer, MixerKind::DeltaNet(_)));
     let is_plain = parts.latent().is_none() && !parts.sinks && !has_states && !parts.layer_scalar;
     let found = found.filter(|_| is_plain);
     let &(kind, _, is_permuted) =
         found.with_context(|| format!("models of the family {family} are not written as GGUF"))?;
     // What llama.cpp computes whatever a file says, and the tensors that it has no place for.
     let of_llama = ["llama", "granite"].contains(&kind);
-    let mut lacks = Vec::new();
+    let mut lacks = states::lacks(config, kind);
     let mut need = |has: bool, what: &'static str| lacks.extend((!has).then_some(what));
     need(windows(config) == windows_of(kind, config), "these sliding windows");
     need(!config.has_images, "the parts for images");
@@ -113,7 +120,7 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     need(!is_starcoder || parts.mlp_bias, "layers without biases");
     need(
         of_llama
-            || ["exaone4", "mistral3", "arcee", "llama4"].contains(&kind)
+            || ["exaone4", EXAONE, "mistral3", "arcee", "llama4"].contains(&kind)
             || fields::frequencies(config).is_none(),
         "a scaling of each frequency",
     );
@@ -149,10 +156,15 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
         let leads = leads(kind);
         need(kind != "lfm2moe" || (experts.normalize && experts.scale == 1.0), "scaled weights of experts");
         let takes_raw = ["qwen2moe", "olmoe", "llama4"].contains(&kind);
-        need(leads || takes_raw || experts.normalize, "weights of experts that are not normalized");
+        need(
+            leads || takes_raw || kind == NEMOTRON_MIXTURE || experts.normalize,
+            "weights of experts that are not normalized",
+        );
         need(!takes_raw || !experts.normalize, "weights of experts that are normalized");
         need(
-            !config.has_dense_layers() || (leads && is_leading(&experts.layers)) || kind == llama4::KIND,
+            !config.has_dense_layers()
+                || (leads && is_leading(&experts.layers))
+                || [llama4::KIND, NEMOTRON_MIXTURE].contains(&kind),
             "dense layers in a model that has layers with experts",
         );
         need(!parts.mlp_bias, "experts with biases");
@@ -187,7 +199,7 @@ const LEAST_SUM: f64 = 1.0 / 16_384.0;
 
 /// Whether files of a kind say how many layers without experts come first.
 fn leads(kind: &str) -> bool {
-    ["glm4moe", "lfm2moe", ERNIE].contains(&kind)
+    ["glm4moe", "lfm2moe", ERNIE, EXAONE].contains(&kind)
 }
 
 /// The windows that narrow what layers see.
@@ -208,7 +220,7 @@ fn windows_of(kind: &str, config: &Config) -> Vec<Option<usize>> {
         _ if lists_windows(kind) => config.parts.window(layer).is_some(),
         "gemma2" => layer.is_multiple_of(2),
         "gemma3" => layer % 6 < 5,
-        "cohere2" | llama4::KIND => layer % 4 < 3,
+        "cohere2" | EXAONE | llama4::KIND => layer % 4 < 3,
         _ => false,
     };
     (0..config.num_hidden_layers).map(|layer| width.filter(|_| is_narrow(layer))).collect()
@@ -218,11 +230,13 @@ fn windows_of(kind: &str, config: &Config) -> Vec<Option<usize>> {
 type MemoryTensor = (String, Vec<usize>);
 
 /// The tensors of a file by the names of the Hub, each with those in memory that it has, one behind another.
-fn named(config: &Config) -> Vec<(String, Vec<MemoryTensor>)> {
+fn named(config: &Config, kind: &str) -> Vec<(String, Vec<MemoryTensor>)> {
     let mut names = Vec::new();
     let mut tensors = config.tensors();
     // Gate and up of the network that all tokens use are apart.
-    for (name, parts) in config.fused().into_iter().filter(|(name, _)| !name.contains(FUSED_SHARED)) {
+    let is_apart =
+        |name: &str| name.contains(FUSED_SHARED) || (kind == "granitehybrid" && name.contains(FUSED_GATE));
+    for (name, parts) in config.fused().into_iter().filter(|(name, _)| !is_apart(name)) {
         let is_part = |tensor: &MemoryTensor| parts.iter().any(|(part, _)| *part == tensor.0);
         names.push((name, tensors.extract_if(.., |tensor| is_part(tensor)).collect()));
     }
@@ -240,6 +254,9 @@ pub(crate) fn renamed(name: &str, kind: &str, config: &Config) -> Result<String>
     }
     let (layer, rest) =
         name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.')).unwrap_or_default();
+    if let Some(name) = states::renamed(layer, rest, kind) {
+        return Ok(name);
+    }
     // Stacked experts are tensors by themselves.
     let (module, parameter) = match rest.rsplit_once('.') {
         Some((module, parameter @ ("weight" | "bias"))) => (module, parameter),
@@ -277,7 +294,8 @@ fn permuted(name: &str, x: &Tensor, Heads { query, key_value, dim }: Heads) -> R
 
 /// How a tensor is stored where matrices are stored as `dtype`.
 fn stored_as(name: &str, shape: &[usize], dtype: GgmlDType) -> GgmlDType {
-    let is_matrix = shape.len() > 1 && !name.contains(ROUTER) && !name.contains(CONV);
+    let is_matrix =
+        shape.len() > 1 && !name.contains(ROUTER) && !name.contains(CONV) && !states::is_float(name);
     let columns = shape.last().copied().unwrap_or(0);
     let fits = |dtype: GgmlDType| columns.is_multiple_of(dtype.block_size());
     match () {
@@ -339,7 +357,7 @@ fn write(file: &mut File, metadata: &[(String, Stored)], tensors: &[(String, QTe
 /// Checks that a file is read as the model and the tokenizer that it was made of.
 fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
     let again = Files::open(path)?;
-    let (was, is) = (&files.config, &again.config);
+    let (was, is) = (&states::folded(&files.config), &again.config);
     // Numbers of files have 32 bits.
     let shapes = |config: &Config| {
         (config.tensors(), config.heads(), config.max_position_embeddings, config.rope_theta as f32)

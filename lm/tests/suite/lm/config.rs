@@ -429,6 +429,22 @@ fn of_family(case: &str) -> Value {
 }
 
 #[test]
+fn the_name_of_two_that_transformers_sets_last_counts() {
+    let text = |kinds: [&str; 2]| json!(kinds);
+    let (a, b) = (["linear_attention", "full_attention"], ["full_attention", "linear_attention"]);
+    let mixers = |case: &str, fields: Value| {
+        let read = Config::parse(&with(&of_family(case), &fields)).unwrap();
+        read.parts.mixers.iter().map(|mixer| mixer.mamba().is_some()).collect::<Vec<_>>()
+    };
+    let both = json!({"layer_types": text(a), "layers_block_type": text(b), "num_hidden_layers": 2});
+    assert_eq!(mixers("granite hybrid", both.clone()), [false, true]);
+    assert_eq!(mixers("nemotron h", both), [true, false]);
+    let names = json!({"moe_k": 2, "num_experts_per_tok": 1});
+    let ernie = Config::parse(&with(&of_family("ernie moe"), &names)).unwrap();
+    assert_eq!(ernie.parts.experts.unwrap().chosen, 1);
+}
+
+#[test]
 fn configs_of_older_transformers_say_the_same_of_newer_families() {
     let parsed = |text: &str| {
         let Config { parts, rope_theta, rope_scaling, .. } = Config::parse(text).unwrap();

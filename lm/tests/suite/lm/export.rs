@@ -94,6 +94,15 @@ fn exported_files_compute_what_their_folders_compute() {
         "llama4 of llama.cpp",
         "hunyuan moe",
         "ernie moe",
+        "granite hybrid",
+        "granite hybrid with experts",
+        "mamba2",
+        "nemotron h",
+        "nemotron h with experts",
+        "nemotron h with latents",
+        "falcon h1",
+        "falcon h1 with a norm behind gates",
+        "exaone moe of llama.cpp",
     ];
     let mut done = Vec::new();
     for mut model in models {

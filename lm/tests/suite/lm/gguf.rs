@@ -331,6 +331,7 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
         "qwen3_5_moe_text" => "qwen35moe",
         "qwen3_next" => "qwen3next",
         "ernie4_5_moe" => "ernie4_5-moe",
+        "exaone_moe" => "exaone-moe",
         "falcon_h1" => "falcon-h1",
         "nemotron_h" if config.parts.experts.is_some() => "nemotron_h_moe",
         other => other,
@@ -449,6 +450,20 @@ fn write_as(path: &Path, fields: &Value, dtype: GgmlDType, old: bool) {
             metadata.push(("expert_weights_norm", Stored::Bool(experts.normalize)));
             metadata.push(("expert_group_count", size("n_group")));
             metadata.push(("expert_group_used_count", size("topk_group")));
+        }
+        if kind == "exaone-moe" {
+            let dense = (0..config.num_hidden_layers).take_while(|&layer| !experts.are_in(layer)).count();
+            metadata.extend([
+                ("expert_feed_forward_length", Stored::U32(experts.hidden as u32)),
+                ("expert_shared_count", size("num_shared_experts")),
+                ("expert_shared_feed_forward_length", Stored::U32(experts.shared as u32)),
+                ("expert_weights_scale", Stored::F32(experts.scale as f32)),
+                ("expert_weights_norm", Stored::Bool(experts.normalize)),
+                ("expert_group_count", size("n_group")),
+                ("expert_group_used_count", size("topk_group")),
+                ("leading_dense_block_count", Stored::U32(dense as u32)),
+                ("nextn_predict_layers", Stored::U32(0)),
+            ]);
         }
         if kind == "lfm2moe" {
             metadata.push(("expert_gating_func", Stored::U32(2)));
@@ -615,6 +630,7 @@ fn states(kind: &str, config: &Config, metadata: &mut Vec<(&str, Stored)>) {
     if kind.starts_with("nemotron_h") {
         metadata.retain(|(key, _)| *key != "feed_forward_length");
         metadata.push(("feed_forward_length", inner));
+        metadata.push(("attention.layer_norm_epsilon", Stored::F32(config.rms_norm_eps as f32)));
     } else {
         let shared = config.parts.experts.as_ref().map_or(config.intermediate_size, |experts| experts.shared);
         metadata.push(("rope.scaling.finetuned", Stored::Bool(config.parts.is_rotary(0))));
@@ -902,6 +918,11 @@ pub(crate) fn convertible() -> (Vec<u32>, Vec<Family>) {
         if config["model_type"] == "llama4_text" {
             // A router would choose other experts for what blocks round off.
             config["num_experts_per_tok"] = config["num_local_experts"].clone();
+        }
+        if config["model_type"] == "exaone_moe" {
+            // A router would choose other experts for what blocks round off.
+            config["num_experts_per_tok"] = config["num_experts"].clone();
+            config["topk_group"] = config["n_group"].clone();
         }
         if config["model_type"] == "lfm2_moe" {
             // Convolutions multiply what blocks round off, and a router would choose other experts.

@@ -3,15 +3,17 @@
 use std::fs;
 use std::io::Write;
 use std::path::Path;
+use std::sync::Arc;
 
 use candle_core::DType;
 use candle_core::quantized::GgmlDType;
 use candle_lm::config::Config;
-use candle_lm::engine::ModelOptions;
+use candle_lm::engine::{Engine, ModelOptions, Purpose};
 use candle_lm::files::Files;
 use candle_lm::{memory, random_model};
 use lm::info::Info;
 use serde_json::{Value, json};
+use test_utils::on_ranks;
 
 use crate::lm::config as small;
 use crate::lm::families::families;
@@ -67,6 +69,52 @@ fn weights_are_counted_from_the_headers_as_ranks_hold_them() {
                 let is_read = files.bytes_read() > before;
                 assert!(!is_read || files.is_gguf(), "{}: more than headers were read", model.case);
             }
+        }
+    }
+}
+
+#[test]
+fn ranks_hold_what_is_told_of_newer_parts() {
+    let cases = [
+        "deepseek v3 mixture",
+        "qwen3 next mixture",
+        "granite hybrid with experts",
+        "nemotron h with groups",
+        "falcon h1",
+        "lfm2 moe",
+        "gpt oss",
+        "gemma4 with embeddings of layers",
+        "gemma4 mixture",
+    ];
+    let mut models = families().models;
+    models.retain(|model| cases.contains(&model.case.as_str()));
+    assert_eq!(models.len(), cases.len());
+    for model in models {
+        let folder = tempfile::tempdir().unwrap();
+        crate::lm::families::write(folder.path(), &model.config);
+        let files = Arc::new(Files::open(folder.path()).unwrap());
+        let held_by = |ranks: usize, stages: usize, ep: usize| -> Vec<usize> {
+            let (files, held) = (files.clone(), ModelOptions { ep, ..ModelOptions::of(DType::F32) });
+            let purpose = Purpose::Write { slots: 1, room: 4, block: 4 };
+            on_ranks(ranks, "held", move |ctx| -> anyhow::Result<usize> {
+                Ok(Engine::new(ctx, stages, &files, &held, purpose)?.bytes)
+            })
+        };
+        let has_experts = files.config.parts.experts.is_some();
+        for (ranks, ep) in [(1, 1), (2, 1), (3, 1), (2, 2)] {
+            if ep > 1 && !has_experts {
+                continue;
+            }
+            let held = ModelOptions { ep, ..ModelOptions::of(DType::F32) };
+            let told = Info::new(&files, ranks, &held).unwrap().bytes_per_rank;
+            assert_eq!(held_by(ranks, 1, ep), told, "{} on {ranks} ranks, {ep} of experts", model.case);
+        }
+        // In stages what is told is the sum of all ranks.
+        for tp in [1, 2] {
+            let counted = memory::weight_bytes(&files, &ModelOptions::of(DType::F32), [tp, 2]).unwrap();
+            let sum: usize = held_by(2 * tp, 2, 1).iter().sum();
+            let off = (counted as f64 / sum as f64 - 1.0).abs();
+            assert!(off < 0.02, "{} in 2 stages of {tp}: {counted} for {sum}", model.case);
         }
     }
 }

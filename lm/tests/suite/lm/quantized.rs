@@ -1,5 +1,5 @@
 //! Folders and GGUF files of quantized weights: the program writes what it writes with the floats that these stand for.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::Path;
 
@@ -130,6 +130,73 @@ fn a_folder_of_codes_writes_what_its_floats_write() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(wants.iter().all(|part| said.contains(part)), "{said}");
+    }
+}
+
+#[test]
+fn experts_of_llama_may_be_apart_and_quantized() {
+    let Families { prompt, models } = families();
+    let model = models.into_iter().find(|model| model.case == "llama4").unwrap();
+    let [whole, codes] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let (mut plain, mut apart) = (HashMap::new(), HashMap::new());
+    for (name, tensor) in stored(&Config::parse(&model.config.to_string()).unwrap()) {
+        let Some((layer, stack)) = name.split_once(".experts.") else {
+            plain.insert(name.clone(), tensor.clone());
+            apart.insert(name, tensor);
+            continue;
+        };
+        // `[experts, columns, rows]`, with the gates before the ups.
+        let parts: &[&str] = if stack == "down_proj" { &["down_proj"] } else { &["gate_proj", "up_proj"] };
+        let rows = tensor.dims()[2] / parts.len();
+        let mut rounded = Vec::new();
+        for expert in 0..tensor.dims()[0] {
+            let matrix = tensor.get(expert).unwrap().t().unwrap().contiguous().unwrap();
+            let mut made = Vec::new();
+            for (at, part) in parts.iter().enumerate() {
+                let part_of = matrix.narrow(0, at * rows, rows).unwrap();
+                let scale = (part_of.abs().unwrap().max_keepdim(1).unwrap() / 127.0).unwrap();
+                let code = part_of.broadcast_div(&scale).unwrap().round().unwrap();
+                made.push(code.broadcast_mul(&scale).unwrap());
+                let module = format!("{layer}.experts.{expert}.{part}");
+                let code = (code + 128.0).unwrap().to_dtype(DType::U8).unwrap();
+                apart.insert(format!("{module}.weight"), code);
+                apart.insert(format!("{module}.weight_scale"), scale);
+            }
+            rounded.push(Tensor::cat(&made, 0).unwrap().t().unwrap().contiguous().unwrap());
+        }
+        plain.insert(name, Tensor::stack(&rounded, 0).unwrap());
+    }
+    for (folder, tensors) in [(&whole, &plain), (&codes, &apart)] {
+        fs::write(folder.path().join("config.json"), model.config.to_string()).unwrap();
+        candle_core::safetensors::save(tensors, folder.path().join("model.safetensors")).unwrap();
+    }
+    // candle has no signed bytes, so codes were written as others, which lie 128 above them.
+    let path = codes.path().join("model.safetensors");
+    let bytes = fs::read(&path).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let signed = tensors.tensors().into_iter().map(|(name, view)| {
+        let (dtype, data) = match view.dtype() {
+            Dtype::U8 => (Dtype::I8, view.data().iter().map(|byte| byte.wrapping_sub(128)).collect()),
+            dtype => (dtype, view.data().to_vec()),
+        };
+        (name, (dtype, view.shape().to_vec(), data))
+    });
+    save(codes.path(), &signed.collect());
+    let weights = json!({"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": true});
+    let groups = json!({"group_0": {"weights": weights}});
+    set_quantization(
+        codes.path(),
+        json!({"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}),
+    );
+    for ranks in 1..=3 {
+        let rows = |folder: &Path| {
+            let (path, prompt) = (folder.to_owned(), prompt.clone());
+            on_ranks(ranks, "apart", move |ctx| logits(ctx, &path, &prompt, false)).swap_remove(0)
+        };
+        let (got, want) = (rows(codes.path()), rows(whole.path()));
+        for (got, want) in got.iter().flatten().zip(want.iter().flatten()) {
+            assert!((got - want).abs() < 1e-4, "on {ranks}: {got} instead of {want}");
+        }
     }
 }
 

@@ -159,15 +159,23 @@ pub(crate) fn has_experts(place: &Place) -> bool {
     Files::open(&place.path("model")).unwrap().config.parts.experts.is_some()
 }
 
+/// Models in which each token gets all experts in 16 bits, the fields that say it, and their values.
+const ALL_EXPERTS: [(&str, &str, usize); 4] = [
+    ("gemma4 mixture", "top_k_experts", 5),
+    ("exaone moe", "num_experts_per_tok", 8),
+    ("exaone moe", "topk_group", 4),
+    ("exaone moe of llama.cpp", "num_experts_per_tok", 5),
+];
+
 #[test]
 fn each_family_learns_in_16_bits_what_it_does_in_32() {
     let facts = facts();
     for fact in facts.models.iter().filter(|fact| fact.fields.is_empty()) {
         let (mut fields, case) = (fact.fields.clone(), &fact.case);
-        if case == "gemma4 mixture" {
+        for (of, name, all) in ALL_EXPERTS.into_iter().filter(|(of, ..)| of == case) {
             // Weights in 16 bits let a token choose another expert, which moves the gradients by a third also in transformers with all
             // else in 32 bits.
-            fields.insert("top_k_experts".into(), json!(5));
+            fields.insert(name.into(), json!(all));
         }
         let place = placed(&facts, case, &fields);
         let (want, wanted) = first_step(&place, "--batch 4 --seq-len 9 --tp 1");
