@@ -161,6 +161,8 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
             "weights of experts that are not normalized",
         );
         need(!takes_raw || !experts.normalize, "weights of experts that are normalized");
+        let heads = config.heads();
+        need(kind != "olmoe" || heads.query == heads.key_value, "fewer key heads than query heads");
         need(
             !config.has_dense_layers()
                 || (leads && is_leading(&experts.layers))
@@ -217,6 +219,8 @@ fn lists_windows(kind: &str) -> bool {
 fn windows_of(kind: &str, config: &Config) -> Vec<Option<usize>> {
     let width = windows(config).into_iter().flatten().next();
     let is_narrow = |layer: usize| match kind {
+        // In models of 64 layers alone, whatever a file says.
+        "exaone4" => config.num_hidden_layers == 64 && layer % 4 < 3,
         _ if lists_windows(kind) => config.parts.window(layer).is_some(),
         "gemma2" => layer.is_multiple_of(2),
         "gemma3" => layer % 6 < 5,

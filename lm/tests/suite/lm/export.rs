@@ -68,7 +68,6 @@ fn exported_files_compute_what_their_folders_compute() {
         "minimax m2",
         "olmo3",
         "seed oss",
-        "exaone4",
         "exaone4 without windows",
         "hunyuan",
         "ernie",
@@ -161,7 +160,10 @@ fn exported_files_compute_what_their_folders_compute() {
 }
 
 /// Fields of small models that llama.cpp computes otherwise, and what it computes.
-const AS_LLAMA_CPP: [(&str, &str, &str); 4] = [
+const AS_LLAMA_CPP: [(&str, &str, &str); 6] = [
+    ("olmoe", "num_key_value_heads", "4"),
+    // A router would choose other experts for what blocks round off.
+    ("olmoe", "num_experts_per_tok", "6"),
     ("qwen3 moe", "mlp_only_layers", "[]"),
     ("gemma2", "query_pre_attn_scalar", "16"),
     ("gemma3", "layer_types", r#"["sliding_attention", "sliding_attention"]"#),

@@ -172,7 +172,7 @@ fn each_family_learns_in_16_bits_what_it_does_in_32() {
     let facts = facts();
     for fact in facts.models.iter().filter(|fact| fact.fields.is_empty()) {
         let (mut fields, case) = (fact.fields.clone(), &fact.case);
-        for (of, name, all) in ALL_EXPERTS.into_iter().filter(|(of, ..)| of == case) {
+        for (_, name, all) in ALL_EXPERTS.into_iter().filter(|(of, ..)| of == case) {
             // Weights in 16 bits let a token choose another expert, which moves the gradients by a third also in transformers with all
             // else in 32 bits.
             fields.insert(name.into(), json!(all));
