@@ -44,6 +44,13 @@ impl<'a, T> Matrix<'a, T> {
     }
 }
 
+/// The left operand of products: the element of row `i` and column `k` is at `i · strides[0] + k · strides[1]`.
+#[derive(Clone, Copy)]
+pub(crate) struct LeftOperand<'a, T> {
+    pub(crate) elements: &'a [T],
+    pub(crate) strides: [usize; 2],
+}
+
 /// Returns the product of matrices that fit.
 pub(super) fn multiply<T: Real>(
     a: Matrix<'_, T>,

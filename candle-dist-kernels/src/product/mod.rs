@@ -16,8 +16,9 @@ use half::{bf16, f16};
 
 use super::element::Element;
 use super::real::Real;
+pub(super) use matrix::LeftOperand;
 use matrix::{Matrix, multiply};
-pub(super) use operands::{LeftOperand, ProductRows, RightOperand};
+pub(super) use operands::{ProductRows, RightOperand};
 
 /// Returns the product of `a [m, k]` and `b [k, n]` with any strides, in the compute dtype.
 ///

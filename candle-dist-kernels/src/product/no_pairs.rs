@@ -1,5 +1,5 @@
 //! Processors without the instruction for pairs of bf16.
-use super::pair_operand::Tile;
+use super::matrix::LeftOperand;
 
 /// The instruction, of which there is none.
 #[derive(Debug, Clone, Copy)]
@@ -10,7 +10,14 @@ impl Pairs {
         None
     }
 
-    pub(super) fn tile(self, _: usize, _: &Tile<'_>, _: &[[u16; 2]], _: (&mut [f32], usize)) {
+    pub(super) fn tile(
+        self,
+        _: usize,
+        _: LeftOperand<'_, [u16; 2]>,
+        _: &[[u16; 2]],
+        _: (&mut [f32], [usize; 2]),
+        _: bool,
+    ) {
         match self {}
     }
 }

@@ -7,6 +7,7 @@ use half::bf16;
 use pulp::{Arch, Simd, WithSimd};
 use std::ops::Range;
 
+use super::matrix::LeftOperand;
 use super::pair_operand::{PairOperand, bf16_bits};
 use crate::{real::Real, rows::vectorised};
 
@@ -144,13 +145,6 @@ fn panel_columns<T: Real>() -> usize {
     }
 
     Arch::new().dispatch(Columns::<T>(std::marker::PhantomData))
-}
-
-/// The left operand of products: the element of row `i` and column `k` is at `i · strides[0] + k · strides[1]`.
-#[derive(Clone, Copy)]
-pub(crate) struct LeftOperand<'a, T> {
-    pub(crate) elements: &'a [T],
-    pub(crate) strides: [usize; 2],
 }
 
 /// A product of some rows with a right operand.

@@ -4,7 +4,7 @@
 //! products to a sum in f32, at twice the rate of f32. Numbers of the other operand are rounded to bf16 when they are used.
 use std::ops::Range;
 
-use super::operands::LeftOperand;
+use super::matrix::LeftOperand;
 use super::pairs::Pairs;
 use crate::{element::narrow_bf16, real::Real, rows::vectorised};
 
@@ -105,28 +105,18 @@ impl PairOperand {
             if !columns.is_empty() && !of_rows.is_empty() {
                 let at = (first - rows.start) * words.strides[0]
                     + (of_rows.start - inner.start) * words.strides[1];
-                let tile = Tile { left: &words.words[at..], strides: words.strides, width, adds };
+                let left = LeftOperand { elements: &words.words[at..], strides: words.strides };
                 for index in columns.start / COLUMNS..columns.end.div_ceil(COLUMNS) {
                     let panel = &self.words[index * self.rows.div_ceil(2) * COLUMNS..];
                     let panel = &panel[of_rows.start * COLUMNS..of_rows.end * COLUMNS];
                     let held = COLUMNS.min(self.columns - index * COLUMNS);
-                    self.pairs.tile(count, &tile, panel, (&mut out[first * width + index * COLUMNS..], held));
+                    let out = &mut out[first * width + index * COLUMNS..];
+                    self.pairs.tile(count, left, panel, (out, [held, width]), adds);
                 }
             }
             first += count;
         }
     }
-}
-
-/// Rows of a product, beside the rows of its left operand from the first one of the tile on.
-pub(super) struct Tile<'a> {
-    pub(super) left: &'a [Word],
-    /// Words from a row to the next one, and from a pair to the next one.
-    pub(super) strides: [usize; 2],
-    /// Elements from a row of the result to the next one.
-    pub(super) width: usize,
-    /// Whether the products are added to the result.
-    pub(super) adds: bool,
 }
 
 /// Some rows and pairs of a left operand.

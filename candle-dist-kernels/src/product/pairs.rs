@@ -8,8 +8,7 @@ use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use std::arch::x86_64::*;
 
-use super::matrix::Matrix;
-use super::pair_operand::Tile;
+use super::matrix::{LeftOperand, Matrix};
 use super::panels::side_by_side;
 use crate::element::Element;
 use crate::parallel;
@@ -233,16 +232,24 @@ fn multiply_panel<O: Element<Real = f32>>(
 }
 
 impl Pairs {
-    /// Computes `count` rows, of which there are at most 12, of a panel of columns. `out` begins with the first one, and has `held` of the columns.
-    pub(super) fn tile(self, count: usize, tile: &Tile<'_>, panel: &[[u16; 2]], out: (&mut [f32], usize)) {
+    /// Computes `count` rows, of which there are at most 12, of a panel of columns; they are added to `out` if it says so. `left` begins with
+    /// the first row and pair, and `out` with the first row, of `width` elements, of which the panel has `held`.
+    pub(super) fn tile(
+        self,
+        count: usize,
+        left: LeftOperand<'_, [u16; 2]>,
+        panel: &[[u16; 2]],
+        out: (&mut [f32], [usize; 2]),
+        adds: bool,
+    ) {
         // SAFETY: a `Pairs` exists only where `new` found the instructions.
         unsafe {
             match count {
-                12 => panel_tile::<12>(tile, panel, out),
-                6 => panel_tile::<6>(tile, panel, out),
-                3 => panel_tile::<3>(tile, panel, out),
-                2 => panel_tile::<2>(tile, panel, out),
-                _ => panel_tile::<1>(tile, panel, out),
+                12 => panel_tile::<12>(left, panel, out, adds),
+                6 => panel_tile::<6>(left, panel, out, adds),
+                3 => panel_tile::<3>(left, panel, out, adds),
+                2 => panel_tile::<2>(left, panel, out, adds),
+                _ => panel_tile::<1>(left, panel, out, adds),
             }
         }
     }
@@ -250,13 +257,17 @@ impl Pairs {
 
 /// Computes `R` rows of a panel of columns, whose sums stay in registers.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn panel_tile<const R: usize>(tile: &Tile<'_>, panel: &[[u16; 2]], (out, held): (&mut [f32], usize)) {
-    let [of_row, of_pair] = tile.strides;
+fn panel_tile<const R: usize>(
+    LeftOperand { elements, strides: [of_row, of_pair] }: LeftOperand<'_, [u16; 2]>,
+    panel: &[[u16; 2]],
+    (out, [held, width]): (&mut [f32], [usize; 2]),
+    adds: bool,
+) {
     let masks = [held.min(LANES), held.saturating_sub(LANES)].map(|lanes| ((1u32 << lanes) - 1) as u16);
     let mut sums = [[_mm512_setzero_ps(); 2]; R];
-    if tile.adds {
+    if adds {
         for (i, sums) in sums.iter_mut().enumerate() {
-            let row = &out[i * tile.width..][..held];
+            let row = &out[i * width..][..held];
             // SAFETY: the masks have a bit for each of the `held` elements, and others are not read.
             *sums = unsafe {
                 [
@@ -267,7 +278,7 @@ fn panel_tile<const R: usize>(tile: &Tile<'_>, panel: &[[u16; 2]], (out, held): 
         }
     }
     let (panel, _) = panel.as_chunks::<COLUMNS>();
-    assert!((R - 1) * of_row + (panel.len().max(1) - 1) * of_pair < tile.left.len());
+    assert!((R - 1) * of_row + (panel.len().max(1) - 1) * of_pair < elements.len());
     for (k, columns) in panel.iter().enumerate() {
         let (left, right) = columns.split_at(LANES);
         // SAFETY: both halves are a vector of words. A vector of words and one of pairs are the same bits.
@@ -279,7 +290,7 @@ fn panel_tile<const R: usize>(tile: &Tile<'_>, panel: &[[u16; 2]], (out, held): 
         };
         for (i, sums) in sums.iter_mut().enumerate() {
             // SAFETY: `i` is below `R` and `k` below the length of `panel`, so the assertion above bounds the index.
-            let [a, b] = unsafe { *tile.left.get_unchecked(i * of_row + k * of_pair) };
+            let [a, b] = unsafe { *elements.get_unchecked(i * of_row + k * of_pair) };
             let word = u32::from(a) | u32::from(b) << 16;
             // SAFETY: as above.
             let row: __m512bh = unsafe { std::mem::transmute(_mm512_set1_epi32(word.cast_signed())) };
@@ -288,7 +299,7 @@ fn panel_tile<const R: usize>(tile: &Tile<'_>, panel: &[[u16; 2]], (out, held): 
         }
     }
     for (i, sums) in sums.iter().enumerate() {
-        let row = &mut out[i * tile.width..][..held];
+        let row = &mut out[i * width..][..held];
         // SAFETY: as for the loads, and others are not written.
         unsafe {
             _mm512_mask_storeu_ps(row.as_mut_ptr(), masks[0], sums[0]);

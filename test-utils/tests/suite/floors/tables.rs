@@ -172,7 +172,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
     folder("device_rows", &["launch", "cuda", "mod"]),
     folder("function", &["mod", "formulas off_host", "apply"]),
     folder("linear_attention", &["sizes", "scan", "backward inputs", "composed", "mod"]),
-    folder("product", &["matrix operands", "panels", "pairs", "mod"]),
+    folder("product", &["matrix", "panels", "pairs", "pair_operand", "operands", "mod"]),
     folder("random", &["distribution grid stream", "draws launch", "device", "mod"]),
     folder(
         "quantized",
@@ -236,7 +236,7 @@ const CANDLE_SHARD: &[Folder] = &[
         &["mod", "config", "load", "capacity dispatch quantized router shared", "experts losses", "layer"],
     ),
     folder("nn/kv_cache", &["layout", "mod", "texts"]),
-    folder("nn/lora", &["active", "layer", "builder"]),
+    folder("nn/lora", &["active", "layer", "filters table", "builder"]),
     folder(
         "nn/optim",
         &["mod params schedule", "slot", "group", "element options", "adagrad adam_w sgd", "muon"],
