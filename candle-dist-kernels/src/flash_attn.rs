@@ -224,12 +224,15 @@ mod tests {
 
     /// The result and the gradients of its sum of squares, as f32.
     fn with_gradients(inputs: [&Tensor; 3], visible: Visible) -> Vec<Vec<f32>> {
-        let vars = inputs.map(|x| candle_core::Var::from_tensor(&x.force_contiguous().unwrap()).unwrap());
+        // The heads of the inputs are not behind each other.
+        let turned = |x: &Tensor| x.transpose(1, 2).unwrap();
+        let vars =
+            inputs.map(|x| candle_core::Var::from_tensor(&turned(x).force_contiguous().unwrap()).unwrap());
+        let views = vars.each_ref().map(|var| turned(var));
         let blocks = vec![KeyBlock { rows: 0..inputs[1].dim(1).unwrap(), visible }];
-        let out = flash_attn_of_blocks(vars.each_ref().map(|x| x.as_tensor()), 0.2.into(), blocks, false);
-        let out = out.unwrap();
+        let out = flash_attn_of_blocks(views.each_ref(), 0.2.into(), blocks, false).unwrap();
         let grads = out.sqr().unwrap().sum_all().unwrap().backward().unwrap();
-        let made = [vec![out.detach()], vars.iter().map(|var| grads.get(var).unwrap().clone()).collect()];
+        let made = [vec![out.detach()], vars.iter().map(|var| turned(grads.get(var).unwrap())).collect()];
         let elements = |x: &Tensor| x.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap();
         made.concat().iter().map(elements).collect()
     }
@@ -245,13 +248,9 @@ mod tests {
                 ([2, 65, 300, 2, 2, 64, 80], 300, 9),
             ] {
                 let [batch, queries, keys, heads, kv_heads, dim, width] = sizes;
-                // The heads of a view are not behind each other.
-                let view = |rows: usize, heads: usize, width: usize| {
-                    let whole = randn([batch, heads, rows, width]).to_dtype(dtype).unwrap();
-                    whole.transpose(1, 2).unwrap()
-                };
-                let inputs =
-                    [view(queries, heads, dim), view(keys, kv_heads, dim), view(keys, kv_heads, width)];
+                let drawn = |dims: [usize; 4]| randn(dims).to_dtype(dtype).unwrap();
+                let keys_of = |width: usize| drawn([batch, keys, kv_heads, width]);
+                let inputs = [drawn([batch, queries, heads, dim]), keys_of(dim), keys_of(width)];
                 for visible in [
                     Visible::plain(queries, keys, true),
                     Visible::plain(queries, keys, false),
@@ -263,8 +262,8 @@ mod tests {
                         if let Some(row) = poisoned {
                             let bad = Tensor::full(f32::NAN, (1, 1, 1, width), &Cpu).unwrap();
                             let place = [0..1, row..row + 1, 0..1, 0..width];
-                            let values = inputs[2].force_contiguous().unwrap();
-                            inputs[2] = values.slice_assign(&place, &bad.to_dtype(dtype).unwrap()).unwrap();
+                            inputs[2] =
+                                inputs[2].slice_assign(&place, &bad.to_dtype(dtype).unwrap()).unwrap();
                         }
                         let wide = inputs.each_ref().map(|x| x.to_dtype(DType::F32).unwrap());
                         let [got, want] =

@@ -287,8 +287,18 @@ mod tests {
     #[test]
     fn products_are_those_of_plain_loops_for_all_strides_and_edges() {
         for (m, k, n) in [(1, 1, 1), (3, 5, 2), (12, 8, 32), (13, 9, 33), (31, 17, 80), (26, 64, 64)] {
-            let (a, b) = (numbers(m * k + 7), numbers(k * n + 5));
-            for (left, right) in [([k, 1], [n, 1]), ([1, m], [1, k]), ([k, 1], [1, k]), ([1, m], [n, 1])] {
+            let (a, b) = (numbers(2 * m * k + 7), numbers(2 * k * n + 5));
+            // Rows and columns of expanded tensors are the same.
+            for (left, right) in [
+                ([k, 1], [n, 1]),
+                ([1, m], [1, k]),
+                ([k, 1], [1, k]),
+                ([1, m], [n, 1]),
+                ([k, 1], [0, 1]),
+                ([k, 1], [1, 0]),
+                ([k, 1], [0, 0]),
+                ([2 * k, 2], [2, 2 * k]),
+            ] {
                 // Small whole numbers are numbers of bf16 too.
                 for (mut packed, is_packed_from_bf16) in [
                     (RightOperand::new(), false),

@@ -66,9 +66,10 @@ impl PairOperand {
                 let start = 2 * AT_ONCE * block;
                 let count = (rows - start).min(2 * AT_ONCE);
                 for column in 0..held {
-                    let from = &row(start)[column * of_column..][..(count - 1) * of_row + 1];
-                    for (at, &x) in from.iter().step_by(of_row.max(1)).enumerate() {
-                        out[at / 2 * COLUMNS + column][at % 2] = bits(x);
+                    let from = &row(start)[column * of_column..];
+                    // Rows of expanded tensors are the same.
+                    for at in 0..count {
+                        out[at / 2 * COLUMNS + column][at % 2] = bits(from[at * of_row]);
                     }
                 }
             }
@@ -155,8 +156,8 @@ impl LeftWords {
                                     out.iter_mut().zip(from).for_each(|(out, &x)| out[at] = bf16_bits(x));
                                 }
                                 _ => {
-                                    let from = from.iter().step_by(of_row);
-                                    out.iter_mut().zip(from).for_each(|(out, &x)| out[at] = bf16_bits(x));
+                                    let words = out.iter_mut().enumerate();
+                                    words.for_each(|(row, out)| out[at] = bf16_bits(from[row * of_row]));
                                 }
                             }
                         }
