@@ -11,6 +11,7 @@ use candle_shard::Weights;
 use candle_shard::nn::LoraOptions;
 
 use super::config::ModuleKind;
+use super::modules::in_memory;
 use super::{
     AdaptedModule, AdapterConfig, CONFIG, PREFIX, TargetModules, WEIGHTS, entries, experts, known_name,
     named, rows, weights_of,
@@ -51,8 +52,11 @@ pub(super) fn unpack(path: &Path, files: &Files, folder: &Path) -> Result<()> {
             _ if name.ends_with("_norm.weight") => continue,
             _ => bail!("{name:?} is no factor of an adapter"),
         };
-        let in_memory = gguf::renamed(tensor, &files.config, has_gates);
-        let hub = if in_memory == tensor { in_memory } else { files.config.stored_name(&in_memory) };
+        let renamed = gguf::renamed(tensor, &files.config, has_gates);
+        let hub = match renamed == tensor {
+            true => renamed,
+            false => in_memory(&files.config, files.config.stored_name(&renamed)),
+        };
         let module = hub.strip_suffix(".weight").filter(|_| hub != tensor);
         let module = module.with_context(|| format!("{name:?} changes a tensor that is not known"))?;
         let shape = weights.shape(name)?.to_vec();

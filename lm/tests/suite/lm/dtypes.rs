@@ -43,7 +43,7 @@ fn each_family_computes_in_16_bits_what_it_does_in_32_on_every_mesh() {
     for Family { case, config, .. } in families().models {
         // In bf16 a token may choose another expert, whose score is nearly the same.
         let is_mixture = ["mixture", "moe", "mixtral", "minimax"].iter().any(|name| case.contains(name));
-        for (dtype, bound) in [(DType::BF16, if is_mixture { 0.1 } else { 0.05 }), (DType::F16, 0.01)] {
+        for (dtype, bound) in [(DType::BF16, if is_mixture { 0.15 } else { 0.05 }), (DType::F16, 0.01)] {
             let folder = tempfile::tempdir().unwrap();
             std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
             let mut tensors = stored(&Config::read(folder.path(), &[]).unwrap());

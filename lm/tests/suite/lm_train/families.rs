@@ -160,7 +160,8 @@ pub(crate) fn has_experts(place: &Place) -> bool {
 }
 
 /// Models in which each token gets all experts in 16 bits, the fields that say it, and their values.
-const ALL_EXPERTS: [(&str, &str, usize); 4] = [
+const ALL_EXPERTS: [(&str, &str, usize); 5] = [
+    ("llama4 of llama.cpp", "num_experts_per_tok", 3),
     ("gemma4 mixture", "top_k_experts", 5),
     ("exaone moe", "num_experts_per_tok", 8),
     ("exaone moe", "topk_group", 4),
