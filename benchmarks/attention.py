@@ -7,12 +7,10 @@ Writes the table into benchmarks/results/attention.md and the runs into attentio
 A number is the median over the rounds of medians over calls; a ratio is the median over the rounds of ours by PyTorch's. `1 × 2` is one rank of
 two threads, compared with PyTorch on two threads, as is `2 × 1`, two ranks of one thread (ring attention).
 """
-import datetime
-import json
 import statistics
 import sys
 
-from side_by_side import PEERS, RESULTS, build, has, output, processor, require_quiet, rewrite, say, with_torch, words
+from side_by_side import PEERS, build, has, output, require_quiet, with_torch, words, write
 
 # Label, then the flags of both programs.
 SETTINGS = [
@@ -97,13 +95,8 @@ def main():
             row = [label, phase, of_torch[0], of_ours[0], of_torch[1], of_ours[1], of_ours[2], f"{gain:.2f}", spread]
             lines.append(f"| {' | '.join(row)} |")
             print(lines[-1], flush=True)
-    if dry_run:
-        return
-    require_quiet(dry_run)
-    day = datetime.date.today().isoformat()
-    rewrite("attention beside PyTorch", f"{processor()}, {day}, {args.rounds} rounds:\n\n" + "\n".join(lines))
-    (RESULTS / "attention.json").write_text(json.dumps(dict(processor=processor(), day=day, settings=runs)) + "\n")
-    say("written")
+    if not dry_run:
+        write("attention beside PyTorch", "attention.json", args.rounds, lines, settings=runs)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,11 @@ unless other work takes part of the machine. A number is the median over the rou
 of ours by that of transformers. Ours is the whole pass, from tokens to logits; theirs the layer alone, and the whole pass in brackets. Ends with an
 error if the logits of the two differ.
 """
-import datetime
-import json
 import statistics
 import sys
 import tempfile
 
-from side_by_side import PEERS, RESULTS, build, has, output, processor, require_quiet, rewrite, say, with_torch
+from side_by_side import PEERS, build, has, output, require_quiet, say, with_torch, write
 
 PARTS = [
     "gated delta net",
@@ -99,13 +97,8 @@ def main():
             apart.append(part)
     if apart:
         sys.exit(f"The logits of these differ by more than {NEAR} of the largest: {', '.join(apart)}.")
-    if dry_run:
-        return
-    require_quiet(dry_run)
-    day = datetime.date.today().isoformat()
-    rewrite("layers beside transformers", f"{processor()}, {day}, {args.rounds} rounds:\n\n" + "\n".join(lines))
-    (RESULTS / "layers.json").write_text(json.dumps(dict(processor=processor(), day=day, parts=kept)) + "\n")
-    say("written")
+    if not dry_run:
+        write("layers beside transformers", "layers.json", args.rounds, lines, parts=kept)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Shared code of the scripts that compare this project with others."""
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -117,3 +118,12 @@ def rewrite(name, text):
             document.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", old))
             return
     sys.exit(f"No file of {RESULTS.relative_to(ROOT)} has the markers {begin} and {end}; put them where the table should stand.")
+
+
+def write(name, file, rounds, lines, **kept):
+    """Writes a table between the markers with this name, and the runs into a JSON file of benchmarks/results, if the machine is still quiet."""
+    require_quiet(False)
+    day = datetime.date.today().isoformat()
+    rewrite(name, f"{processor()}, {day}, {rounds} rounds:\n\n" + "\n".join(lines))
+    (RESULTS / file).write_text(json.dumps(dict(processor=processor(), day=day, **kept)) + "\n")
+    say("written")

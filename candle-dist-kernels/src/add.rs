@@ -2,7 +2,6 @@ use candle_core::{
     CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, backend::BackendStorage, bail, op,
 };
 use candle_dist_base::edges;
-
 use half::bf16;
 
 use super::{element::Element, linear::column_sums, rows::by_blocks};

@@ -9,8 +9,11 @@ use super::{check_dtype, compute_dtype};
 /// The query is `[batch, q, heads, d]`, the key `[batch, k, kv_heads, d]` and the value `[batch, k, kv_heads, v]`; the
 /// result is `[batch, q, heads, v]`. `kv_heads` divides `heads`: each key head serves `heads / kv_heads` consecutive
 /// query heads. With `causal`, query `i` sees key `j` iff `j ≤ i + (k - q)`, and a query without a visible key yields
-/// zeros. Sums are of f32 at least. Processors that multiply pairs of bf16 round weights, and gradients of scores, to bf16 for bf16 inputs. The backward pass recomputes the scores block by block (Dao et al. 2022). Fails if shapes or dtypes do not
+/// zeros. The backward pass recomputes the scores block by block (Dao et al. 2022). Fails if shapes or dtypes do not
 /// match. Without dims (`d = 0`) all scores are 0, so the result is the mean of the visible values.
+///
+/// Sums are of f32 at least. With bf16 inputs, processors that multiply pairs of bf16 also round the weights and the
+/// gradients of the scores to bf16.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -203,23 +206,27 @@ mod tests {
             let single = |dims| randn(dims).to_dtype(dtype).unwrap();
             let [q, k, v] = [single([1, 600, 6, 40]), single([1, 600, 2, 40]), single([1, 600, 2, 24])];
             for visible in [Visible::plain(600, 600, true), window(600, 600, 70)] {
-                let whole = with_gradients([&q, &k, &v], visible.clone());
+                let whole = bits(&with_gradients([&q, &k, &v], visible.clone()));
                 for threads in 1..5 {
                     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                     let made = pool.install(|| with_gradients([&q, &k, &v], visible.clone()));
-                    assert_eq!(made, whole, "{threads} threads, {dtype:?}");
+                    assert_eq!(bits(&made), whole, "{threads} threads, {dtype:?}");
                 }
                 // Some queries alone: the same rows, and the same gradients of these queries.
                 for rows in [0..1, 63..65, 250..519] {
                     let some = Visible::new(vec![visible.of(0)[rows.clone()].to_vec()]);
                     let made = with_gradients([&q.narrow(1, rows.start, rows.len()).unwrap(), &k, &v], some);
-                    for (made, (whole, width)) in made.iter().zip(whole.iter().zip([6 * 24, 6 * 40])) {
+                    for (made, (whole, width)) in bits(&made).iter().zip(whole.iter().zip([6 * 24, 6 * 40])) {
                         let whole = &whole[rows.start * width..rows.end * width];
                         assert_eq!(made, whole, "{rows:?}, {dtype:?}");
                     }
                 }
             }
         }
+    }
+
+    fn bits(all: &[Vec<f32>]) -> Vec<Vec<u32>> {
+        all.iter().map(|x| x.iter().map(|x| x.to_bits()).collect()).collect()
     }
 
     /// The result and the gradients of its sum of squares, as f32.

@@ -1,26 +1,23 @@
 //! The adapters of a convolution.
 use super::active::AdapterScope;
-use super::layer::{FactorPlacements, Magnitudes, scaled};
+use super::layer::{FactorPlacements, LayerAdapters, Magnitudes, scaled};
 use crate::layout::{Placement, Replicate};
 use crate::nn::adapter::LoraOptions;
 use crate::nn::init::even;
 use crate::nn::{Dropout, Init, MeshVarBuilder, Width};
 use crate::{DTensor, Result};
-use std::sync::Arc;
 
 /// Convolves an input with filters.
 type ConvolveFn<'a> = &'a dyn Fn(&DTensor, &DTensor) -> Result<DTensor>;
 
 /// The adapters of a convolution, of which some run.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct FilterAdapters(Option<Arc<[FilterAdapter]>>);
+pub(crate) struct FilterAdapters(LayerAdapters<FilterAdapter>);
 
 /// `A` `[rank, in, ..]`, filters of the size of the layer's, and `B` `[out, rank, 1, ..]`, which joins what they find at each place, beside filters
 /// `[out, in, ..]`.
 #[derive(Debug)]
 struct FilterAdapter {
-    /// Its number in the model.
-    number: usize,
     a: DTensor,
     b: DTensor,
     bias: Option<DTensor>,
@@ -38,15 +35,11 @@ impl FilterAdapters {
         (weight, varying): (Placement, bool),
         vb: &MeshVarBuilder,
     ) -> Result<Self> {
-        let found = vb.adapters_here();
-        if found.is_empty() {
-            return Ok(Self(None));
-        }
         let at = || match weight {
             Replicate if varying => FactorPlacements::used_unlike(),
             weight => FactorPlacements::beside(weight),
         };
-        let adapter = |(number, vb, options): (usize, MeshVarBuilder, LoraOptions)| {
+        let adapter = |vb: &MeshVarBuilder, options: &LoraOptions| {
             let (at, rank) = (at(), options.rank);
             let name = |factor: &str, parameter: &str| format!("{factor}.{}.{parameter}", vb.adapter_name());
             let uniform = Init::Random(even(1.0 / (shape[1..].iter().product::<usize>() as f64).sqrt()));
@@ -61,12 +54,11 @@ impl FilterAdapters {
             let of_rows = name("lora_magnitude_vector", "weight");
             let magnitudes = || vb.row_norms((shape[0].into(), shape), init, at.b, &of_rows);
             let magnitudes = options.dora.then(magnitudes).transpose()?;
-            let magnitudes = magnitudes.map(|values| Magnitudes::new(values, &vb));
+            let magnitudes = magnitudes.map(|values| Magnitudes::new(values, vb));
             let dropout = Dropout::new(options.dropout, &vb.pp("lora_dropout").pp(vb.adapter_name()));
-            Ok(FilterAdapter { number, a, b, bias, magnitudes, scale: options.scale(), dropout })
+            Ok(FilterAdapter { a, b, bias, magnitudes, scale: options.scale(), dropout })
         };
-        let adapters: Vec<FilterAdapter> = found.into_iter().map(adapter).collect::<Result<_>>()?;
-        Ok(Self(Some(adapters.into())))
+        LayerAdapters::build(vb, adapter).map(Self)
     }
 
     /// Returns `y`, the convolution of `x` with the filters `weight`, without a bias, with what the running adapters add.
@@ -80,9 +72,8 @@ impl FilterAdapters {
         weight: &DTensor,
         convolve: ConvolveFn<'_>,
     ) -> Result<DTensor> {
-        let mut adapters = self.0.iter().flat_map(|adapters| adapters.iter());
-        adapters.try_fold(y.clone(), |sum, adapter| {
-            match AdapterScope::of_all_rows("conv", "a convolution", adapter.number)? {
+        self.0.iter().try_fold(y.clone(), |sum, (number, adapter)| {
+            match AdapterScope::of_all_rows("conv", "a convolution", *number)? {
                 None => Ok(sum),
                 Some(factor) => sum.add(&scaled(&adapter.forward([x, &y], weight, convolve)?, factor)?),
             }

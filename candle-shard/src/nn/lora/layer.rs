@@ -15,19 +15,65 @@ type ProductFn<'a> = &'a dyn Fn(&DTensor, &DTensor, Option<&DTensor>) -> Result<
 
 /// The adapters of a linear layer, of which some run.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct LinearAdapters(Option<Arc<[LinearAdapter]>>);
+pub(crate) struct LinearAdapters(LayerAdapters<LinearAdapter>);
 
 /// `A` `[rank, in]` and `B` `[out, rank]` beside a weight `[out, in]`.
 #[derive(Debug)]
 struct LinearAdapter {
-    /// Its number in the model.
-    number: usize,
     a: DTensor,
     b: DTensor,
     bias: Option<DTensor>,
     magnitudes: Option<Magnitudes>,
     scale: f64,
     dropout: Dropout,
+}
+
+/// The adapters `T` of a layer by their numbers in the model, of which some run.
+#[derive(Debug)]
+pub(super) struct LayerAdapters<T>(Option<Arc<[(usize, T)]>>);
+
+impl<T> LayerAdapters<T> {
+    /// Builds the adapters of the layer at the builder's path. `build` gets a builder of the parameters of each.
+    pub(super) fn build(
+        vb: &MeshVarBuilder,
+        build: impl Fn(&MeshVarBuilder, &LoraOptions) -> Result<T>,
+    ) -> Result<Self> {
+        let found = vb.adapters_here();
+        if found.is_empty() {
+            return Ok(Self(None));
+        }
+        let adapter = |(number, vb, options)| Ok((number, build(&vb, &options)?));
+        let adapters: Vec<(usize, T)> = found.into_iter().map(adapter).collect::<Result<_>>()?;
+        Ok(Self(Some(adapters.into())))
+    }
+
+    /// All of them, with their numbers.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &(usize, T)> {
+        self.0.iter().flat_map(|adapters| adapters.iter())
+    }
+
+    /// Those that run now, and what each counts.
+    pub(super) fn active(&self) -> impl Iterator<Item = (&T, AdapterWeight)> {
+        self.iter().filter_map(|(number, adapter)| AdapterScope::of(*number).map(|weight| (adapter, weight)))
+    }
+
+    /// Returns whether none of them runs now.
+    pub(super) fn is_idle(&self) -> bool {
+        self.active().next().is_none()
+    }
+}
+
+// Without the bounds on `T` that a derive has.
+impl<T> Clone for LayerAdapters<T> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<T> Default for LayerAdapters<T> {
+    fn default() -> Self {
+        Self(None)
+    }
 }
 
 /// What a weight computes, for adapters that learn the magnitudes of its rows.
@@ -114,11 +160,7 @@ impl LinearAdapters {
         vb: &MeshVarBuilder,
         is_tied: bool,
     ) -> Result<Self> {
-        let found = vb.adapters_here();
-        if found.is_empty() {
-            return Ok(Self(None));
-        }
-        let adapter = |(number, vb, options): (usize, MeshVarBuilder, LoraOptions)| {
+        let adapter = |vb: &MeshVarBuilder, options: &LoraOptions| {
             let name = |factor: &str, parameter: &str| format!("{factor}.{}.{parameter}", vb.adapter_name());
             let uniform = Init::Random(even(1.0 / (input.size() as f64).sqrt()));
             let zero = Init::Const(0.0);
@@ -134,25 +176,24 @@ impl LinearAdapters {
                 let whole = [output.size(), input.size()];
                 let build = || vb.row_norms((output, &whole), uniform, at.b, &of_rows);
                 let made = if is_tied { vb.shared_factor(&of_rows, build) } else { build() };
-                made.map(|values| Magnitudes::new(values, &vb))
+                made.map(|values| Magnitudes::new(values, vb))
             };
             let magnitudes = options.dora.then(magnitudes).transpose()?;
             // Parts of one layer drop the same elements.
             let dropout = Dropout::new(options.dropout, &of_a.pp("lora_dropout").pp(vb.adapter_name()));
-            Ok(LinearAdapter { number, a, b, bias, magnitudes, scale: options.scale(), dropout })
+            Ok(LinearAdapter { a, b, bias, magnitudes, scale: options.scale(), dropout })
         };
-        let adapters: Vec<LinearAdapter> = found.into_iter().map(adapter).collect::<Result<_>>()?;
-        Ok(Self(Some(adapters.into())))
+        LayerAdapters::build(vb, adapter).map(Self)
     }
 
     /// Returns whether no adapter runs on this layer now.
     pub(crate) fn is_idle(&self) -> bool {
-        self.active().next().is_none()
+        self.0.is_idle()
     }
 
     /// Whether an adapter has a bias.
     pub(crate) fn have_biases(&self) -> bool {
-        self.0.iter().flat_map(|adapters| adapters.iter()).any(|adapter| adapter.bias.is_some())
+        self.0.iter().any(|(_, adapter)| adapter.bias.is_some())
     }
 
     /// Returns the product of `x` and `weight` with what the running adapters add, and the bias.
@@ -164,7 +205,7 @@ impl LinearAdapters {
         let base = BaseWeight { floats: &|| Ok(weight.detach()), product: &product };
         // The bias is added before the product is rounded, so that rows without an adapter are what they are alone.
         // Magnitudes scale the product without it.
-        match bias.filter(|_| self.active().any(|(adapter, _)| adapter.magnitudes.is_some())) {
+        match bias.filter(|_| self.0.active().any(|(adapter, _)| adapter.magnitudes.is_some())) {
             None => self.add(x.linear(weight, bias)?, x, &base),
             Some(bias) => self.add(product(x)?, x, &base)?.add(bias),
         }
@@ -176,7 +217,7 @@ impl LinearAdapters {
             return Ok(y);
         }
         AdapterScope::by_rows([&y, x], ROWS, |[y, x]| {
-            self.active().try_fold(y.clone(), |sum, (adapter, weight)| {
+            self.0.active().try_fold(y.clone(), |sum, (adapter, weight)| {
                 sum.add(&adapter.forward([x, y], &weight, base)?)
             })
         })
@@ -188,16 +229,11 @@ impl LinearAdapters {
             return Ok(y);
         }
         AdapterScope::by_rows([&y, x], ROWS, |[y, x]| {
-            self.active().try_fold(y.clone(), |sum, (adapter, weight)| {
+            self.0.active().try_fold(y.clone(), |sum, (adapter, weight)| {
                 let dropped = AdapterScope::drop_out(&adapter.dropout, x)?;
                 sum.add(&adapter.low_rank(&dropped, &weight, product)?)
             })
         })
-    }
-
-    fn active(&self) -> impl Iterator<Item = (&LinearAdapter, AdapterWeight)> {
-        let adapters = self.0.iter().flat_map(|adapters| adapters.iter());
-        adapters.filter_map(|adapter| AdapterScope::of(adapter.number).map(|weight| (adapter, weight)))
     }
 }
 

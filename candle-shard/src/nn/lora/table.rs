@@ -1,21 +1,19 @@
 //! The adapters of a table.
-use super::active::{AdapterScope, AdapterWeight};
-use super::layer::{FactorPlacements, Magnitudes, ROWS, refuse_magnitudes, scaled, weighted};
+use super::active::AdapterScope;
+use super::layer::{FactorPlacements, LayerAdapters, Magnitudes, ROWS, refuse_magnitudes, scaled, weighted};
 use crate::layout::{Placement, Replicate, Shard};
 use crate::nn::adapter::LoraOptions;
 use crate::nn::{Init, MeshVarBuilder, Width};
 use crate::random::Distribution;
 use crate::{DTensor, Result};
-use std::sync::Arc;
 
 /// The adapters of a table, of which some run.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct TableAdapters(Option<Arc<[TableAdapter]>>);
+pub(crate) struct TableAdapters(LayerAdapters<TableAdapter>);
 
 /// `A` `[rank, rows]`, whose columns are looked up, and `B` `[width, rank]` beside a table `[rows, width]`. Magnitudes are those of the columns.
 #[derive(Debug)]
 struct TableAdapter {
-    number: usize,
     a: DTensor,
     b: DTensor,
     magnitudes: Option<Magnitudes>,
@@ -43,7 +41,7 @@ impl TableAdapters {
                 (Init::Const(0.0), None)
             }
         };
-        let adapter = |(number, vb, options): (usize, MeshVarBuilder, LoraOptions)| {
+        let adapter = |vb: &MeshVarBuilder, options: &LoraOptions| {
             if options.bias {
                 let name = vb.adapter_name();
                 return Err(vb.style().error(format_args!(
@@ -65,17 +63,12 @@ impl TableAdapters {
             let magnitudes = || {
                 let build = || vb.column_norms([rows, width], init, at.b, &of_columns);
                 let made = if is_tied { vb.shared_factor(&of_columns, build) } else { build() };
-                made.map(|values| Magnitudes::new(values, &vb))
+                made.map(|values| Magnitudes::new(values, vb))
             };
             let magnitudes = options.dora.then(magnitudes).transpose()?;
-            Ok(TableAdapter { number, a, b, magnitudes, scale: options.scale() })
+            Ok(TableAdapter { a, b, magnitudes, scale: options.scale() })
         };
-        let found = vb.adapters_here();
-        if found.is_empty() {
-            return Ok(Self(None));
-        }
-        let adapters: Vec<TableAdapter> = found.into_iter().map(adapter).collect::<Result<_>>()?;
-        Ok(Self(Some(adapters.into())))
+        LayerAdapters::build(vb, adapter).map(Self)
     }
 
     /// Returns `y`, the rows of the table at `ids`, with what the running adapters add; `table` returns the table as floats.
@@ -85,19 +78,14 @@ impl TableAdapters {
         ids: &DTensor,
         table: &dyn Fn() -> Result<DTensor>,
     ) -> Result<DTensor> {
-        if self.active().next().is_none() {
+        if self.0.is_idle() {
             return Ok(y);
         }
         AdapterScope::by_rows([&y, ids], ROWS, |[y, ids]| {
-            self.active().try_fold(y.clone(), |sum, (adapter, weight)| {
+            self.0.active().try_fold(y.clone(), |sum, (adapter, weight)| {
                 sum.add(&weighted(&adapter.forward([y, ids], table)?, &weight)?)
             })
         })
-    }
-
-    fn active(&self) -> impl Iterator<Item = (&TableAdapter, AdapterWeight)> {
-        let adapters = self.0.iter().flat_map(|adapters| adapters.iter());
-        adapters.filter_map(|adapter| AdapterScope::of(adapter.number).map(|weight| (adapter, weight)))
     }
 }
 
