@@ -43,7 +43,9 @@ pub fn grouped_linear(x: &Tensor, weight: &Tensor, counts: impl Into<Arc<[usize]
     if !x.device().is_cpu() {
         return composed(x, weight, &counts);
     }
-    edges::apply2(&x.contiguous()?, &weight.contiguous()?, GroupedLinear { counts, sink: weight_sink() })
+    let is_tracked = x.track_op() || weight.track_op();
+    let op = GroupedLinear { counts, sink: weight_sink(), is_tracked };
+    edges::apply2(&x.contiguous()?, &weight.contiguous()?, op)
 }
 
 /// Returns each group that has rows, and these rows.
@@ -71,6 +73,7 @@ struct GroupedLinear {
     counts: Arc<[usize]>,
     /// Takes the gradient of the weight, if there is one.
     sink: Option<Arc<dyn WeightSink>>,
+    is_tracked: bool,
 }
 
 /// The layout of some rows of a contiguous matrix.
@@ -91,10 +94,12 @@ fn forward_all<T: Real>(
     counts: &[usize],
     [x, weight]: [&CpuStorage; 2],
     [x_l, weight_l]: [&Layout; 2],
+    is_tracked: bool,
 ) -> Result<CpuStorage> {
     let mut out: Vec<T> = Vec::with_capacity(x_l.dims()[0] * weight_l.dims()[1]);
     for (group, rows) in groups(counts) {
-        let (made, _) = forward(x, &rows_of(x_l, &rows), weight, &weight_of(weight_l, group))?;
+        let (x_l, weight_l) = (rows_of(x_l, &rows), weight_of(weight_l, group));
+        let (made, _) = forward((x, &x_l), (weight, &weight_l), is_tracked)?;
         out.extend_from_slice(T::cpu_storage_as_slice(&made)?);
     }
     Ok(T::to_cpu_storage_owned(out))
@@ -167,7 +172,7 @@ impl CustomOp2 for GroupedLinear {
     ) -> Result<(CpuStorage, Shape)> {
         use candle_core::backend::BackendStorage;
         let shape = Shape::from((x_l.dims()[0], w_l.dims()[1]));
-        let out = in_compute_type!(x, forward_all(&self.counts, [x, w], [x_l, w_l]))?;
+        let out = in_compute_type!(x, forward_all(&self.counts, [x, w], [x_l, w_l], self.is_tracked))?;
         Ok((narrow(out, &shape, x.dtype())?, shape))
     }
 

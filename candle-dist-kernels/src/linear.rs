@@ -12,7 +12,7 @@ use candle_dist_base::{edges, empty};
 
 use super::{
     DeferredGradient, TensorReader, WeightSink, check_vector, compute_dtype, cpu, elements,
-    few_rows::{self, FEW, has_rows},
+    few_rows::{self, has_rows, is_few},
     product::{product, rounded_product},
     real::Real,
     rows::{self, add_assign, by_blocks},
@@ -49,9 +49,10 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
         return composed(x, weight, bias);
     }
     let input = if as_rows(x.layout()).is_some() { x.clone() } else { x.contiguous()? };
+    let op = LinearOp { sink: weight_sink(), is_tracked: x.track_op() || weight.track_op() };
     match bias {
-        Some(bias) => edges::apply3(&input, weight, &bias.contiguous()?, LinearOp(weight_sink())),
-        None => edges::apply2(&input, weight, LinearOp(weight_sink())),
+        Some(bias) => edges::apply3(&input, weight, &bias.contiguous()?, op),
+        None => edges::apply2(&input, weight, op),
     }
 }
 
@@ -153,8 +154,12 @@ impl CustomOp2 for ProductOp {
     }
 }
 
-/// The linear map, with the sink for the gradient of the weight if there is one.
-struct LinearOp(Option<Arc<dyn WeightSink>>);
+/// The linear map.
+struct LinearOp {
+    /// Takes the gradient of the weight, if there is one.
+    sink: Option<Arc<dyn WeightSink>>,
+    is_tracked: bool,
+}
 
 /// Returns the number of rows of a tensor `[.., last]`.
 fn rows_of(x: &Tensor) -> usize {
@@ -198,10 +203,9 @@ pub(super) fn narrow(storage: CpuStorage, shape: &Shape, dtype: DType) -> Result
 
 /// Computes the map without a bias, in the compute dtype.
 pub(super) fn forward(
-    x: &CpuStorage,
-    x_l: &Layout,
-    weight: &CpuStorage,
-    weight_l: &Layout,
+    (x, x_l): (&CpuStorage, &Layout),
+    (weight, weight_l): (&CpuStorage, &Layout),
+    is_tracked: bool,
 ) -> Result<(CpuStorage, Shape)> {
     if x.dtype() != weight.dtype() {
         let (x, weight) = (x.dtype().as_str(), weight.dtype().as_str());
@@ -209,9 +213,9 @@ pub(super) fn forward(
     }
     let Some(rows) = as_rows(x_l) else { bail!("linear: the rows of the input are not evenly spaced") };
     let shape = Shape::from(out_shape(x_l, weight_l));
-    let m = rows.dims()[0];
+    let (m, k) = rows.shape().dims2()?;
     let is_dense = rows.is_contiguous() || matches!(x.dtype(), DType::F16 | DType::BF16);
-    if m > FEW || !has_rows(weight_l) || !is_dense {
+    if !is_few(m, k, is_tracked) || !has_rows(weight_l) || !is_dense {
         return Ok((product(x, &rows, weight, &weight_l.transpose(0, 1)?)?, shape));
     }
     let (x, rows) = wide(x, &rows)?;
@@ -249,7 +253,7 @@ impl LinearOp {
         weight: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        match self.0.as_ref().filter(|_| weight.track_op()) {
+        match self.sink.as_ref().filter(|_| weight.track_op()) {
             None => backward(x, weight, grad, weight.track_op()),
             Some(sink) => {
                 let (dx, _) = backward(x, weight, grad, false)?;
@@ -342,7 +346,7 @@ impl CustomOp2 for LinearOp {
         w: &CpuStorage,
         w_l: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (out, shape) = forward(x, x_l, w, w_l)?;
+        let (out, shape) = forward((x, x_l), (w, w_l), self.is_tracked)?;
         Ok((narrow(out, &shape, x.dtype())?, shape))
     }
 
@@ -371,7 +375,7 @@ impl CustomOp3 for LinearOp {
         bias: &CpuStorage,
         bias_l: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (mut out, shape) = forward(x, x_l, w, w_l)?;
+        let (mut out, shape) = forward((x, x_l), (w, w_l), self.is_tracked)?;
         let (bias, bias_l) = wide(bias, bias_l)?;
         match &mut out {
             CpuStorage::F64(out) => add_bias(out, elements(&bias, &bias_l)?),

@@ -177,7 +177,8 @@ fn attend<T: Real, E: Element<Real = T>>(
         // Where there are fewer keys, the surplus scores are not used.
         let rows = std::array::from_fn(|i| keys.row((first + i).min(tokens - 1)));
         for (scores, query) in scores.chunks_exact_mut(tokens).zip(queries.chunks_exact(dim.max(1))) {
-            scores[first..][..here].copy_from_slice(&dots(query, rows)[..here]);
+            let [sums] = dots([query], rows);
+            scores[first..][..here].copy_from_slice(&sums[..here]);
         }
     }
     for (scores, out) in scores.chunks_exact_mut(tokens).zip(out.chunks_exact_mut(columns)) {

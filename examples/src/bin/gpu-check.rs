@@ -1,4 +1,4 @@
-//! Runs the checks that need a GPU, on one card; see `--help`. `scripts/gpu-check.sh` runs it with each backend.
+//! Runs the checks that need a GPU, on one card; see `--help`. `scripts/gpu-device.sh` runs it with each backend.
 
 use std::process::ExitCode;
 

@@ -27,8 +27,10 @@ const OPS: [(&str, Op); 6] = [
 
 /// Returns a line for each size: microseconds per call, the median of the slowest rank.
 pub(super) fn check(ranks: &Ranks) -> Result<String> {
-    let times = ranks.run(|ctx| SIZES.iter().map(|&bytes| times(ctx, bytes)).collect::<Result<Vec<_>>>())?;
-    let mut lines = format!("µs a call, median of {ROUNDS} rounds of {CALLS} calls");
+    let rounds = if ranks.small { 1 } else { ROUNDS };
+    let times =
+        ranks.run(|ctx| SIZES.iter().map(|&bytes| times(ctx, bytes, rounds)).collect::<Result<Vec<_>>>())?;
+    let mut lines = format!("µs a call, median of {rounds} rounds of {CALLS} calls");
     for (i, bytes) in SIZES.iter().enumerate() {
         write!(lines, "\n  {:>6} KiB:", bytes >> 10)?;
         for (j, (name, _)) in OPS.iter().enumerate() {
@@ -39,14 +41,14 @@ pub(super) fn check(ranks: &Ranks) -> Result<String> {
     Ok(lines)
 }
 
-fn times(ctx: &RankContext, bytes: usize) -> Result<Vec<f64>> {
+fn times(ctx: &RankContext, bytes: usize, rounds: usize) -> Result<Vec<f64>> {
     let x = Tensor::ones((bytes / 64, 16), DType::F32, ctx.device())?;
-    OPS.iter().map(|(_, op)| time(ctx.group(), ctx.device(), &x, *op)).collect()
+    OPS.iter().map(|(_, op)| time(ctx.group(), ctx.device(), &x, *op, rounds)).collect()
 }
 
-fn time(group: &ProcessGroup, device: &Device, x: &Tensor, op: Op) -> Result<f64> {
-    let mut times = Vec::with_capacity(ROUNDS);
-    for _ in 0..ROUNDS {
+fn time(group: &ProcessGroup, device: &Device, x: &Tensor, op: Op, rounds: usize) -> Result<f64> {
+    let mut times = Vec::with_capacity(rounds);
+    for _ in 0..rounds {
         device.synchronize()?;
         group.barrier()?;
         let start = Instant::now();

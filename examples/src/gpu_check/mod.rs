@@ -1,10 +1,15 @@
-//! Checks that need a GPU: each compares a program on GPU ranks with the same program on host ranks.
+//! Checks that need a GPU: each compares a program on GPU ranks with the same program on host ranks, or tells what a call costs.
 
 mod collectives;
 mod cost;
+mod driver;
+mod fault;
 mod memory;
 mod random;
+mod speed;
 mod transformer;
+
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use candle_core::Device;
@@ -24,7 +29,7 @@ const SHARED_GPU: i32 = 23000;
 )]
 pub struct Args {
     /// Backend
-    #[arg(long, value_enum, default_value_t = Engine::Local)]
+    #[arg(long, value_enum, default_value_t = Engine::Threads)]
     pub engine: Engine,
 
     /// Ranks as threads
@@ -34,21 +39,94 @@ pub struct Args {
     /// Number of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub gpu: usize,
+
+    /// Longest wait of a rank in one call, in seconds; a call that takes longer is named
+    #[arg(long, value_name = "S", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..))]
+    pub seconds: u64,
+
+    /// Checks, in this order
+    #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', default_values_t = USUAL)]
+    pub only: Vec<CheckName>,
+
+    /// Measure less, to try this program on a simulated GPU
+    #[arg(long)]
+    pub small: bool,
 }
 
 /// The backends that support CUDA tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Engine {
     /// Threads that share the GPU's `Device`.
-    Local,
+    Threads,
     /// NCCL, with a `Device` for each rank.
     Nccl,
     /// NCCL between processes; the environment says which one this is, as set by torchrun or mpirun.
     NcclProcess,
 }
 
-/// The ranks of this process.
-enum Ranks {
+/// The checks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CheckName {
+    /// What the driver does and costs; without ranks
+    Driver,
+    /// Random numbers, bit by bit
+    Random,
+    /// Each collective in seven dtypes
+    Collectives,
+    /// Training of the toy Transformer in f32
+    TransformerF32,
+    /// Training of the toy Transformer in bf16
+    TransformerBf16,
+    /// Free memory after many steps
+    Memory,
+    /// The time of each collective
+    Cost,
+    /// A layer, an optimizer and single ops; without ranks
+    Speed,
+    /// A rank that does not call, so the world fails
+    Fault,
+}
+
+/// What runs by default.
+const USUAL: [CheckName; 6] = [
+    CheckName::Random,
+    CheckName::Collectives,
+    CheckName::TransformerF32,
+    CheckName::TransformerBf16,
+    CheckName::Memory,
+    CheckName::Cost,
+];
+
+impl CheckName {
+    /// Whether it has no ranks, but the GPU for itself.
+    fn is_alone(self) -> bool {
+        matches!(self, Self::Driver | Self::Speed)
+    }
+
+    /// Runs it, and returns its finding.
+    fn run(self, ranks: &Ranks) -> Result<String> {
+        match self {
+            Self::Driver => driver::check(&ranks.devices()[0], ranks.small),
+            Self::Random => random::check(ranks),
+            Self::Collectives => collectives::check(ranks),
+            Self::TransformerF32 => transformer::check_f32(ranks),
+            Self::TransformerBf16 => transformer::check_bf16(ranks),
+            Self::Memory => memory::check(ranks),
+            Self::Cost => cost::check(ranks),
+            Self::Speed => speed::check(&ranks.devices()[0], ranks.small),
+            Self::Fault => fault::check(ranks),
+        }
+    }
+}
+
+/// The ranks of this process, and how they run.
+struct Ranks {
+    kind: RanksKind,
+    timeout: Duration,
+    small: bool,
+}
+
+enum RanksKind {
     /// Threads and their devices, created once, so loaded code stays loaded.
     Threads(Engine, Vec<Device>),
     /// One of several processes.
@@ -57,62 +135,63 @@ enum Ranks {
 
 impl Ranks {
     fn new(args: &Args) -> Result<Self> {
+        let timeout = Duration::from_secs(args.seconds);
+        let made = |kind| Ok(Self { kind, timeout, small: args.small });
         if args.engine == Engine::NcclProcess {
-            return Ok(Self::Process(init_process_group(BackendKind::Nccl, InitOptions::new())?));
+            let options = InitOptions::new().timeout(timeout);
+            return made(RanksKind::Process(init_process_group(BackendKind::Nccl, options)?));
         }
-        let distinct = if args.engine == Engine::Local { 1 } else { args.ranks };
+        let distinct = if args.engine == Engine::Threads { 1 } else { args.ranks };
         let device = |_| Device::new_cuda_with_stream(args.gpu);
         let devices =
             (0..distinct).map(device).collect::<candle_core::Result<Vec<_>>>().context("opening the GPU")?;
-        Ok(Self::Threads(args.engine, devices.iter().cycle().take(args.ranks).cloned().collect()))
+        made(RanksKind::Threads(args.engine, devices.iter().cycle().take(args.ranks).cloned().collect()))
     }
 
     /// Returns the ranks of the world.
     fn world_size(&self) -> usize {
-        match self {
-            Self::Threads(_, devices) => devices.len(),
-            Self::Process(ctx) => ctx.world_size(),
+        match &self.kind {
+            RanksKind::Threads(_, devices) => devices.len(),
+            RanksKind::Process(ctx) => ctx.world_size(),
         }
     }
 
     /// Returns the first rank of this process.
     fn first(&self) -> usize {
-        match self {
-            Self::Threads(..) => 0,
-            Self::Process(ctx) => ctx.rank(),
+        match &self.kind {
+            RanksKind::Threads(..) => 0,
+            RanksKind::Process(ctx) => ctx.rank(),
         }
     }
 
     /// Returns the devices of the ranks of this process.
     fn devices(&self) -> &[Device] {
-        match self {
-            Self::Threads(_, devices) => devices,
-            Self::Process(ctx) => std::slice::from_ref(ctx.device()),
+        match &self.kind {
+            RanksKind::Threads(_, devices) => devices,
+            RanksKind::Process(ctx) => std::slice::from_ref(ctx.device()),
         }
     }
 
     /// Runs `f` on each rank of this process, with its device in the context.
     fn run<T: Send>(&self, f: impl Fn(&RankContext) -> Result<T> + Sync) -> Result<Vec<T>> {
-        let world = match self {
-            Self::Threads(Engine::Local, devices) => World::threads(devices.len()).devices(devices),
-            Self::Threads(_, devices) => World::nccl(devices.clone()),
-            Self::Process(ctx) => return Ok(vec![f(ctx)?]),
+        let world = match &self.kind {
+            RanksKind::Threads(Engine::Threads, devices) => World::threads(devices.len()).devices(devices),
+            RanksKind::Threads(_, devices) => World::nccl(devices.clone()),
+            RanksKind::Process(ctx) => return Ok(vec![f(ctx)?]),
         };
-        Ok(world.run(|ctx| f(ctx).map_err(|error| format!("{error:#}")))?)
+        Ok(world.timeout(self.timeout).run(|ctx| f(ctx).map_err(|error| format!("{error:#}")))?)
     }
 }
 
-/// A check: returns its finding, or an error.
-type Check = fn(&Ranks) -> Result<String>;
-
-/// Runs all checks, prints a line for each, and returns whether all passed.
+/// Runs the checks, prints a line for each, and returns whether all passed.
 ///
 /// # Errors
 /// If there is no such GPU, or the processes cannot connect.
 pub fn check(args: &Args) -> Result<bool> {
     let engine = args.engine;
     let version = nccl::library_version()?;
-    if engine != Engine::Local && version < SHARED_GPU && (args.ranks > 1 || engine == Engine::NcclProcess) {
+    if engine != Engine::Threads && version < SHARED_GPU && (args.ranks > 1 || engine == Engine::NcclProcess)
+    {
         println!(
             "SKIPPED {engine:?}: NCCL {version} takes one rank a GPU, {SHARED_GPU} and later take several"
         );
@@ -120,22 +199,17 @@ pub fn check(args: &Args) -> Result<bool> {
     }
     let ranks = Ranks::new(args)?;
     let title = format!("{engine:?}, {} ranks, from rank {} on", ranks.world_size(), ranks.first());
-    // Each device loads its code alone, before NCCL calls can interfere.
-    for device in ranks.devices() {
-        transformer::warm_up(device)?;
-        collectives::warm_up(device)?;
+    if !args.only.iter().all(|name| name.is_alone()) {
+        // Each device loads its code alone, before NCCL calls can interfere.
+        for device in ranks.devices() {
+            transformer::warm_up(device)?;
+            collectives::warm_up(device)?;
+        }
     }
-    let checks: [(&str, Check); 6] = [
-        ("random numbers", random::check),
-        ("collectives", collectives::check),
-        ("transformer f32", transformer::check_f32),
-        ("transformer bf16", transformer::check_bf16),
-        ("memory", memory::check),
-        ("cost", cost::check),
-    ];
     let mut all_passed = true;
-    for (name, check) in checks {
-        match check(&ranks) {
+    for check in &args.only {
+        let name = check.to_possible_value().map(|value| value.get_name().to_string()).unwrap_or_default();
+        match check.run(&ranks) {
             Ok(found) => println!("PASSED {title}, {name}: {found}"),
             Err(error) => {
                 all_passed = false;

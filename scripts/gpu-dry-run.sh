@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Runs gpu-device.sh on a simulated GPU, to know that the script and its programs work before a machine with a card is there.
+#
+# usage: scripts/gpu-dry-run.sh [--only STEP,..]
+#
+# Builds what gpu-build.sh builds, in the dev profile and for the simulated driver (nccl-sim), and measures less. Steps that need a real card or
+# PyTorch are skipped. The status is that of gpu-device.sh.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/sim-build.sh
+
+# built NAME ARGUMENT..: calls cargo, and links the program of this name into the folder.
+built() {
+  local name="$1" path
+  shift
+  path="$(cargo "$@" --locked --quiet --message-format json |
+    grep -o "\"executable\":\"[^\"]*/$name\(-[0-9a-f]*\)\?\"" | tail -n 1 | cut -d'"' -f4)"
+  [ -x "$path" ] || { echo "error: $name cannot be built" >&2; exit 1; }
+  ln -sf "$path" "$folder/dry/programs/$name"
+}
+rm -rf "$folder/dry"
+mkdir -p "$folder/dry/programs" "$folder/dry/exchange"
+for name in gpu-check toy-transformer; do built "$name" build -p examples --bin "$name" --features examples/nccl; done
+built lm build -p lm --bin lm --features lm/nccl
+for name in suite nn tables; do
+  built "$name" test -p candle-shard --test "$name" --no-run --features candle-shard/nccl,test-utils/nccl
+done
+# One card; processes exchange data through a folder.
+export SIM_GPUS=1 SIM_REPORT="$folder/dry/report" OUT="${OUT:-$folder/dry/out}" KILL_AFTER=8
+: >"$SIM_REPORT"
+status=0
+scripts/gpu-device.sh --simulated --budget 900 "$@" "$folder/dry" || status=$?
+if [ -s "$SIM_REPORT" ]; then
+  echo "the simulator found faults:"
+  cat "$SIM_REPORT"
+  status=1
+fi
+python3 scripts/gpu_table.py "$OUT/log" --print >"$folder/dry/table"
+grep -q '^| driver | PASSED' "$folder/dry/table" || [ $# -gt 0 ] || { echo "the table lacks its steps"; status=1; }
+exit "$status"
