@@ -90,6 +90,7 @@ pub(crate) extern "C" fn cuLaunchKernel(
         );
         return code::INVALID_VALUE;
     }
+    crate::tally::count("cuLaunchKernel");
     // The values are copied before the call returns.
     let places = array(parameters.cast_const(), kernel.parameters().len());
     let values: Vec<u64> =
