@@ -31,6 +31,7 @@ mod convert;
 mod cross_entropy;
 mod dense_update;
 mod device_rows;
+mod device_text;
 mod div;
 mod element;
 mod embedding;
