@@ -2,9 +2,9 @@ use candle_core::backprop::GradStore;
 use candle_core::{Result, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 
-use super::master::master_of;
-use super::rules::AdamWRule;
-use super::rules::Update;
+use super::fused;
+use super::master::{check_gradient, master_of};
+use super::rules::{AdamWRule, Update};
 
 /// AdamW (Loshchilov and Hutter, 2019) in place: the numbers of `candle_nn::AdamW`, in one pass over memory.
 ///
@@ -99,26 +99,57 @@ impl Optimizer for AdamW {
     /// Updates each variable that has a gradient.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         self.steps += 1;
+        let mut updates = Vec::with_capacity(self.moments.len());
         for Moments { var, master, first, second } in &self.moments {
             if let Some(grad) = grads.get(var) {
-                step_adam_w(&self.params, self.steps, (var, master.as_ref()), [first, second], grad)?;
+                let (master, moments) = (master.as_ref(), [first, second]);
+                updates.push(AdamWUpdate { steps: self.steps, var, master, moments, grad });
             }
         }
-        Ok(())
+        step_adam_w(&self.params, &updates)
     }
 }
 
-/// Updates a variable, or its master, and these moments. `steps` counts this step.
-pub fn step_adam_w(
-    params: &ParamsAdamW,
-    steps: u32,
-    var: (&Var, Option<&Var>),
-    moments: [&Var; 2],
-    grad: &Tensor,
-) -> Result<()> {
+/// A variable, or its master, that a step updates.
+pub struct AdamWUpdate<'a> {
+    /// The steps of the variable, with this one.
+    pub steps: u32,
+    /// The variable.
+    pub var: &'a Var,
+    /// The 32-bit copy that is stepped instead of a 16-bit variable.
+    pub master: Option<&'a Var>,
+    /// The running means of the gradient and of its square.
+    pub moments: [&'a Var; 2],
+    /// The gradient.
+    pub grad: &'a Tensor,
+}
+
+/// Updates variables, in one launch for many on a CUDA device.
+///
+/// # Errors
+/// If a gradient has another shape, or a dtype that gradients of its variable do not have: then no variable is updated that a launch
+/// would have.
+pub fn step_adam_w(params: &ParamsAdamW, updates: &[AdamWUpdate<'_>]) -> Result<()> {
     let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
-    let unbiased = |beta: f64| 1.0 / (1.0 - beta.powi(steps as i32));
-    let (betas, scales) = ([beta1, beta2], [unbiased(beta1), unbiased(beta2)]);
-    AdamWRule { lr, betas, scales, eps, keep: 1.0 - lr * weight_decay }
-        .update_all("AdamW", var, moments, grad)
+    let scales = |update: &AdamWUpdate<'_>| {
+        [beta1, beta2].map(|beta| 1.0 / (1.0 - beta.powi(update.steps as i32)))
+    };
+    let rule = |scales: [f64; 2]| AdamWRule { lr, betas: [beta1, beta2], scales, eps, keep: 1.0 - lr * weight_decay };
+    let mut launches: Vec<(&'static str, Vec<&AdamWUpdate<'_>>)> = Vec::new();
+    for update in updates {
+        check_gradient("AdamW", update.var, update.grad)?;
+        let Some(kernel) = fused::adam_w::kernel(update).filter(|_| update.var.elem_count() > 0) else {
+            let AdamWUpdate { var, master, moments, grad, .. } = *update;
+            rule(scales(update)).update_all("AdamW", (var, master), moments, grad)?;
+            continue;
+        };
+        let is_of = |(name, of): &&mut (&str, Vec<&AdamWUpdate<'_>>)| {
+            *name == kernel && of[0].var.device().same_device(update.var.device())
+        };
+        match launches.iter_mut().find(is_of) {
+            Some((_, of)) => of.push(update),
+            None => launches.push((kernel, vec![update])),
+        }
+    }
+    launches.iter().try_for_each(|(kernel, of)| fused::adam_w::step(kernel, of, &rule([1.0; 2]), &scales))
 }

@@ -1,7 +1,7 @@
 use candle_core::{
     CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, backend::BackendStorage, bail, op,
 };
-use candle_dist_base::edges;
+use candle_dist_base::{Fresh, edges};
 use half::bf16;
 
 use super::{element::Element, linear::column_sums, rows::by_blocks};
@@ -34,6 +34,9 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     {
         return a.broadcast_add(b);
     }
+    if !a.device().is_cpu() && (a.shape() != b.shape() || a.elem_count() == 0) {
+        return a.broadcast_add(b);
+    }
     match (repeats(a.shape(), b.shape()), repeats(b.shape(), a.shape())) {
         (true, _) => add_rows(a, b, [0, 1]),
         (_, true) => add_rows(b, a, [1, 0]),
@@ -48,13 +51,17 @@ fn repeats(whole: &Shape, part: &Shape) -> bool {
 
 /// Returns the sum of `a` and the repeated row `b`, which have these places among the operands.
 fn add_rows(a: &Tensor, b: &Tensor, [of_a, of_b]: [usize; 2]) -> Result<Tensor> {
-    let made = {
+    let storage = {
         let ((a_s, a_l), (b_s, b_l)) = (a.storage_and_layout(), b.storage_and_layout());
-        let (Storage::Cpu(a_s), Storage::Cpu(b_s)) = (&*a_s, &*b_s) else {
-            bail!("add: expected tensors on the CPU")
-        };
-        (sum(a_s, a_l, b_s, &b_l.broadcast_as(a.shape())?)?, a.shape().clone())
+        match (&*a_s, &*b_s) {
+            (Storage::Cpu(a_s), Storage::Cpu(b_s)) => {
+                Storage::Cpu(sum(a_s, a_l, b_s, &b_l.broadcast_as(a.shape())?)?)
+            }
+            (Storage::Cuda(a_s), Storage::Cuda(b_s)) => Storage::Cuda(a_s.binary_impl::<op::Add>(b_s, a_l, b_l)?),
+            _ => bail!("add: expected tensors on the CPU or on one CUDA device"),
+        }
     };
+    let made = Fresh { storage, shape: a.shape().clone() };
     // The order of the operands decides the order of the backward pass, which must be the same on ranks whose shards are
     // empty, and for which nothing is added.
     let mut inputs = [a; 2];

@@ -4,7 +4,7 @@ use candle_dist_base::{edges, empty};
 use super::float_op::{FloatNode, FloatOp};
 use super::function::{Function, logistic, weighted};
 use super::silu_gate::zip;
-use super::{TensorReader, check_dtype, compute_dtype, real::Real};
+use super::{TensorReader, check_dtype, compute_dtype, fused, real::Real};
 
 /// The gated activation of gpt-oss, `g · sigmoid(alpha · g) · (u + 1)`, where `g` is `x` and at most `limit`, and `u` is `gate` from
 /// `-limit` to `limit`. `alpha` is positive.
@@ -26,6 +26,9 @@ pub fn clamped_gate(x: &Tensor, gate: &Tensor, alpha: f64, limit: f64) -> Result
     if x.dims() != gate.dims() {
         let (lhs, rhs) = (x.shape().clone(), gate.shape().clone());
         return Err(Error::ShapeMismatchBinaryOp { lhs, rhs, op: "clamped_gate" }.bt());
+    }
+    if limit > 0.0 && fused::computes(&[x, gate]) {
+        return fused::function::gate("clamped_gate", x, gate, Some([alpha, limit]));
     }
     if !x.device().is_cpu() {
         return composed(x, gate, alpha, limit);

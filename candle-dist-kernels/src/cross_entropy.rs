@@ -2,7 +2,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Error, Layout, Result, S
 use candle_dist_base::{ReduceOp, edges, empty};
 
 use super::{
-    TensorReader, compute_dtype, elements,
+    TensorReader, compute_dtype, elements, fused,
     real::Real,
     rows::{by_blocks, max, new_by_blocks, sum, sum_zip},
 };
@@ -74,6 +74,9 @@ pub struct Goals {
     pub spread_total: f64,
 }
 
+/// Reduces `[n]` over the pieces of the classes.
+pub(crate) type JoinPieces<'a> = dyn Fn(&Tensor, ReduceOp) -> Result<Tensor> + 'a;
+
 /// Returns for each row the sum of the negative log likelihoods of the local classes, weighted by `goals`.
 ///
 /// `logits` is `[n, c]` with a piece of the classes; the result is `[n]`, in f32 or f64. Its sum over all pieces is the
@@ -81,9 +84,12 @@ pub struct Goals {
 pub fn weighted_cross_entropy(
     logits: &Tensor,
     goals: Goals,
-    join: &dyn Fn(&Tensor, ReduceOp) -> Result<Tensor>,
+    join: &JoinPieces<'_>,
 ) -> Result<Tensor> {
     let dtype = compute_dtype("cross_entropy", logits)?;
+    if fused::computes(&[logits]) {
+        return fused::cross_entropy::weighted(logits, &goals, join);
+    }
     let x = empty::compute(logits, |logits| edges::to_dtype(logits, dtype))?.contiguous()?;
     if !x.device().is_cpu() {
         return composed(&x, &goals, join);
@@ -130,7 +136,7 @@ fn normalizer<T: Real>(x: &Tensor) -> Result<(Tensor, Tensor)> {
 pub fn composed(
     x: &Tensor,
     goals: &Goals,
-    join: &dyn Fn(&Tensor, ReduceOp) -> Result<Tensor>,
+    join: &JoinPieces<'_>,
 ) -> Result<Tensor> {
     let (rows, classes) = x.dims2()?;
     if rows * classes == 0 {

@@ -4,6 +4,7 @@ use candle_dist_base::{edges, empty};
 use super::{
     TensorReader, check_vector, compute_dtype,
     float_op::{FloatNode, FloatOp},
+    fused,
     real::Real,
     rows::{add_assign, new_by_blocks, sum, sum_zip},
 };
@@ -29,6 +30,9 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     let len = x.dim(D::Minus1)?;
     check_vector("layer_norm", x, "weight", weight, len)?;
     check_vector("layer_norm", x, "bias", bias, len)?;
+    if fused::computes(&[x, weight, bias]) {
+        return fused::norm::norm(x, weight, Some(bias), eps);
+    }
     if !x.device().is_cpu() {
         return composed(x, weight, bias, eps);
     }

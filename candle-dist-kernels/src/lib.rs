@@ -17,8 +17,9 @@
 //! candle's fused layers drop gradients silently, and its composed ones pass over memory once per step. The operations
 //! here are single graph nodes that return a gradient for every tracked argument. They compute f32 and f64 natively and
 //! 16-bit floats in f32, and accept any strides and empty tensors. Except for the matrix products of [`linear`],
-//! [`grouped_linear`] and [`flash_attn`], the bits do not depend on the number of threads. On other devices than the CPU they are composed
-//! from candle's operations; kernels of this crate read and write rows of tables on CUDA devices, and draw random numbers.
+//! [`grouped_linear`] and [`flash_attn`], the bits do not depend on the number of threads. On CUDA devices
+//! kernels of this crate compute norms, softmax, rotary positions, gates, losses, optimizer steps and rows of tables, and draw random
+//! numbers; the rest is composed of candle's operations there, and all of it on other devices.
 
 mod adam_w;
 mod add;
@@ -30,6 +31,7 @@ mod convert;
 mod cross_entropy;
 mod dense_update;
 mod device_rows;
+mod device_text;
 mod div;
 mod element;
 mod embedding;
@@ -39,6 +41,7 @@ mod few_rows;
 mod flash_attn;
 mod float_op;
 mod function;
+mod fused;
 mod grouped_linear;
 mod layer_norm;
 mod linear;
@@ -107,7 +110,7 @@ pub use weight_sink::{DeferredGradient, WeightSink, weight_sink, with_weight_sin
 /// Parts of the ops and optimizers of `candle-shard`. They may change in any version.
 #[doc(hidden)]
 pub mod parts {
-    pub use crate::adam_w::step_adam_w;
+    pub use crate::adam_w::{AdamWUpdate, step_adam_w};
     pub use crate::attention::{
         AttentionBackward, AttentionDtype, KeyBlock, Partial, Scale, SoftmaxNorms, Visible, decode_attn,
         join_all, sizes, split_sums, with_backward,
@@ -120,6 +123,8 @@ pub mod parts {
     pub use crate::embedding_bag::wide_embedding_bag;
     pub use crate::flash_attn::flash_attn_of_blocks;
     pub use crate::function::Function;
+    pub use crate::fused::KernelText;
+    pub use crate::fused::emulated::{HostArgument, HostLaunch, HostRunner, with_kernels_on_host};
     pub use crate::master::{master_of, on_master};
     pub use crate::pool::upsample_bilinear2d_scaled;
     pub use crate::random::launch::{DrawLaunch, SOURCE as DRAW_SOURCE};

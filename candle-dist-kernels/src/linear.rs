@@ -59,7 +59,8 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 pub(super) fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (k, shape) = (weight.dim(1)?, out_shape(x.layout(), weight.layout()));
     let sink = weight_sink().filter(|_| weight.track_op());
-    if sink.is_none() && x.elem_count() * weight.elem_count() == 0 {
+    let is_node = sink.is_some() || edges::has_ticket(&[x, weight]) && x.elem_count() * weight.elem_count() > 0;
+    if !is_node && x.elem_count() * weight.elem_count() == 0 {
         let nothing = empty::zeros_of(&[x, weight], shape.clone(), x.dtype())?;
         return match bias {
             Some(bias) if !shape.contains(&0) => nothing.broadcast_add(bias),
@@ -67,12 +68,12 @@ pub(super) fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
             None => Ok(nothing),
         };
     }
-    let rows = x.reshape((rows_of(x), k))?;
-    let y = match sink {
-        Some(sink) => rows.contiguous()?.apply_op2(&weight.contiguous()?, ProductOp(sink))?,
-        None => dense(&rows)?.matmul(&dense(weight)?.t()?)?,
+    let rows = edges::reshape(x, (rows_of(x), k))?;
+    let y = match is_node {
+        true => edges::apply2(&dense(&rows)?, &dense(weight)?, ProductOp(sink))?,
+        false => dense(&rows)?.matmul(&dense(weight)?.t()?)?,
     };
-    let y = y.reshape(&shape[..])?;
+    let y = edges::reshape(&y, &shape[..])?;
     match bias {
         Some(bias) if shape.contains(&0) => empty::zeros_of(&[&y, bias], shape, x.dtype()),
         Some(bias) => y.broadcast_add(bias),
@@ -86,8 +87,8 @@ fn dense(x: &Tensor) -> Result<Tensor> {
 }
 
 /// The product of `x [rows, k]` and the transpose of `weight [n, k]` on any device, with the sink for the gradient of
-/// the weight.
-struct ProductOp(Arc<dyn WeightSink>);
+/// the weight if there is one.
+struct ProductOp(Option<Arc<dyn WeightSink>>);
 
 fn transposed_product<S>(x: &S, x_l: &Layout, w: &S, w_l: &Layout) -> Result<(S, Shape)>
 where
@@ -150,7 +151,14 @@ impl CustomOp2 for ProductOp {
             0 => x.zeros_like(),
             _ => grad.matmul(&dense(&w.detach())?),
         });
-        Ok((dx.transpose()?, self.0.take(w, deferred_product(w, x, &grad)?)?))
+        let dx = dx.transpose()?.map(|dx| edges::keep(x, dx)).transpose()?.flatten();
+        let of_weight = || deferred_product(w, x, &grad);
+        let dw = match &self.0 {
+            Some(sink) => sink.take(w, of_weight()?)?,
+            None if w.track_op() => edges::keep(w, of_weight()?()?)?,
+            None => None,
+        };
+        Ok((dx, dw))
     }
 }
 
@@ -273,6 +281,8 @@ fn deferred_product(weight: &Tensor, x: &Tensor, grad: &Tensor) -> Result<Deferr
     Ok(Box::new(move || match x.elem_count() * grad.elem_count() {
         0 => weight.zeros_like(),
         _ if x.device().is_cpu() => gradient_of_weight(&weight, &x, &grad),
+        // cuBLAS adds up 16-bit numbers in f32.
+        _ if x.device().is_cuda() => grad.t()?.matmul(&x),
         _ => {
             let dtype = compute_dtype("linear", &x)?;
             grad.to_dtype(dtype)?.t()?.matmul(&x.to_dtype(dtype)?)?.to_dtype(weight.dtype())

@@ -2,7 +2,7 @@ use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Result, Shape, Tensor
 use candle_dist_base::{edges, empty};
 
 use super::{
-    TensorReader, check_dtype, compute_dtype, elements,
+    TensorReader, check_dtype, compute_dtype, elements, fused,
     real::Real,
     rows::{max, new_by_blocks},
     softmax::{soften_backward, soften_from},
@@ -30,6 +30,12 @@ pub fn masked_softmax(x: &Tensor, mask: &Tensor, scale: f64) -> Result<Tensor> {
     let Some(rows) = mask_rows(x.dims(), mask.dims()) else {
         bail!("masked_softmax: a mask {:?} does not broadcast to scores {:?}", mask.shape(), x.shape());
     };
+    if let Some(rows) = fused::softmax::mask_rows(x.dims(), mask.dims())
+        && !mask.track_op()
+        && fused::computes(&[x, mask])
+    {
+        return fused::softmax::softmax("masked_softmax", x, scale, None, Some((mask, rows)));
+    }
     if !x.device().is_cpu() {
         return composed(x, mask, scale);
     }

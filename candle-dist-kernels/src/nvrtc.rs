@@ -1,45 +1,265 @@
 //! Kernels of this crate on CUDA devices. NVRTC compiles them when the first one is used.
-use candle_core::cuda_backend::cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
-use candle_core::{Result, bail};
-use std::sync::OnceLock;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, CudaView, CudaViewMut, DeviceRepr,
+    LaunchArgs, LaunchConfig, PushKernelArg, sys as driver,
+};
+use candle_core::cuda_backend::cudarc::nvrtc::{Ptx, result as nvrtc, sys};
+use candle_core::{CudaDevice, Result, bail};
+use std::collections::BTreeMap;
+use std::ffi::{CStr, CString, c_char};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// How operations on floats are compiled.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Rounding {
+    /// Each operation is rounded by itself, as on the host.
+    Single,
+    /// A product and a sum may become one operation with one rounding.
+    Fused,
+}
 
 /// Kernels that are compiled together, for all devices.
 pub(crate) struct Kernels {
     name: &'static str,
     source: &'static str,
-    compiled: OnceLock<std::result::Result<String, CompileError>>,
+    rounding: Rounding,
+    /// What they are compiled to, by the generation of the GPU.
+    images: Mutex<BTreeMap<(i32, i32), KernelImages>>,
+    /// Where they are loaded, by the GPU: they stay, and so does its context.
+    modules: Mutex<BTreeMap<usize, Arc<CudaModule>>>,
+    functions: Mutex<BTreeMap<(usize, String), KernelFunction>>,
 }
+
+/// A text compiled: to machine code, unless NVRTC does not know the GPU, and to PTX if that was needed.
+type KernelImages = [Option<Arc<[u8]>>; 2];
+
+/// A function on one GPU, with the sizes of its parameters.
+type KernelFunction = (CudaFunction, Arc<[usize]>);
 
 impl Kernels {
     /// Names the text of some kernels.
-    pub(crate) const fn new(name: &'static str, source: &'static str) -> Self {
-        Self { name, source, compiled: OnceLock::new() }
+    pub(crate) const fn new(name: &'static str, source: &'static str, rounding: Rounding) -> Self {
+        let (images, modules) = (Mutex::new(BTreeMap::new()), Mutex::new(BTreeMap::new()));
+        Self { name, source, rounding, images, modules, functions: Mutex::new(BTreeMap::new()) }
     }
 
-    /// The name of their module.
-    pub(crate) const fn name(&self) -> &'static str {
-        self.name
-    }
-
-    /// Returns them compiled.
+    /// Returns a kernel on the stream of a device.
     ///
     /// # Errors
-    /// If NVRTC refuses the text.
-    pub(crate) fn ptx(&self) -> Result<&str> {
-        let compiled = self.compiled.get_or_init(|| {
-            // Each operation is rounded by itself, as on the host.
-            let exact = CompileOptions {
-                ftz: Some(false),
-                prec_sqrt: Some(true),
-                prec_div: Some(true),
-                fmad: Some(false),
-                ..CompileOptions::default()
-            };
-            compile_ptx_with_opts(self.source, exact).map(|ptx| ptx.to_src())
-        });
-        match compiled {
-            Ok(ptx) => Ok(ptx),
-            Err(error) => bail!("NVRTC cannot compile {}: {error}", self.name),
+    /// If NVRTC refuses the text, the driver the kernels, or there is no such kernel.
+    pub(crate) fn get(&self, device: &CudaDevice, kernel: &str) -> Result<DeviceKernel> {
+        let stream = device.cuda_stream();
+        let key = (stream.context().ordinal(), kernel.to_string());
+        let known = locked(&self.functions).get(&key).cloned();
+        let (function, parameters) = match known {
+            Some(known) => known,
+            None => {
+                let function = self.module(stream.context())?.load_function(kernel).w()?;
+                let parameters = parameters(&function)?.into();
+                locked(&self.functions).entry(key).or_insert((function, parameters)).clone()
+            }
+        };
+        Ok(DeviceKernel { function, parameters, stream })
+    }
+
+    /// Returns the kernels on the GPU of a context.
+    ///
+    /// No lock is held while they are loaded: the driver may wait for what the GPU computes, and that for another thread.
+    fn module(&self, context: &Arc<CudaContext>) -> Result<Arc<CudaModule>> {
+        let gpu = context.ordinal();
+        if let Some(module) = locked(&self.modules).get(&gpu) {
+            return Ok(module.clone());
         }
+        let module = self.load(context)?;
+        Ok(locked(&self.modules).entry(gpu).or_insert(module).clone())
+    }
+
+    /// Machine code needs no compiler in the driver, which may be older than NVRTC. NVRTC may be older than the GPU: then the driver
+    /// compiles what NVRTC writes for any.
+    fn load(&self, context: &Arc<CudaContext>) -> Result<Arc<CudaModule>> {
+        let generation = context.compute_capability().w()?;
+        if let Some(machine_code) = self.image(generation, true)?
+            && let Ok(module) = context.load_module(Ptx::from_binary(machine_code.to_vec()))
+        {
+            return Ok(module);
+        }
+        let Some(Ok(text)) = self.image(generation, false)?.map(|text| String::from_utf8(text.to_vec()))
+        else {
+            bail!("NVRTC gives no text of {}", self.name)
+        };
+        context.load_module(Ptx::from_src(text.trim_end_matches('\0'))).w()
+    }
+
+    /// Returns the machine code for a generation of GPUs, or else the PTX. `None` is machine code for a GPU that NVRTC does not know.
+    fn image(&self, (major, minor): (i32, i32), is_machine_code: bool) -> Result<Option<Arc<[u8]>>> {
+        let mut images = locked(&self.images);
+        let images = images.entry((major, minor)).or_default();
+        let image = &mut images[usize::from(!is_machine_code)];
+        if image.is_none() {
+            let architecture = format!("--gpu-architecture=sm_{major}{minor}");
+            *image = self.compiled(is_machine_code.then_some(&architecture))?.map(Arc::from);
+        }
+        Ok(image.clone())
+    }
+
+    /// Compiles the text: to machine code for an architecture, or else to PTX.
+    fn compiled(&self, architecture: Option<&String>) -> Result<Option<Vec<u8>>> {
+        let mut options = vec!["--ftz=false", "--prec-sqrt=true", "--prec-div=true"];
+        options.push(if self.rounding == Rounding::Single { "--fmad=false" } else { "--fmad=true" });
+        options.extend(architecture.map(String::as_str));
+        let Ok(source) = CString::new(self.source) else { bail!("the text of {} has a zero", self.name) };
+        let program = match nvrtc::create_program(&source, None) {
+            Ok(program) => NvrtcProgram(program),
+            Err(error) => bail!("NVRTC cannot read {}: {error:?}", self.name),
+        };
+        // SAFETY: the program exists until it is dropped, and the options during the call.
+        match unsafe { nvrtc::compile_program(program.0, &options) } {
+            Ok(()) => {}
+            Err(nvrtc::NvrtcError(sys::nvrtcResult::NVRTC_ERROR_INVALID_OPTION))
+                if architecture.is_some() =>
+            {
+                return Ok(None);
+            }
+            Err(error) => bail!("NVRTC cannot compile {}: {error:?}: {}", self.name, program.log()),
+        }
+        match program.image(architecture.is_some()) {
+            Ok(image) => Ok(Some(image)),
+            Err(error) => bail!("NVRTC gives nothing for {}: {error:?}", self.name),
+        }
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A program of NVRTC.
+struct NvrtcProgram(sys::nvrtcProgram);
+
+impl NvrtcProgram {
+    /// What the compiler says.
+    fn log(&self) -> String {
+        // SAFETY: the program exists.
+        let Ok(log) = (unsafe { nvrtc::get_program_log(self.0) }) else { return String::new() };
+        let bytes: Vec<u8> = log.iter().map(|&c: &c_char| c as u8).collect();
+        CStr::from_bytes_until_nul(&bytes).map(|text| text.to_string_lossy().into_owned()).unwrap_or_default()
+    }
+
+    /// The machine code, or else the PTX.
+    fn image(&self, is_machine_code: bool) -> std::result::Result<Vec<u8>, nvrtc::NvrtcError> {
+        let mut size = 0;
+        let mut image;
+        // SAFETY: the program exists and is compiled. The second call writes as many bytes as the first one says.
+        unsafe {
+            if is_machine_code {
+                sys::nvrtcGetCUBINSize(self.0, &raw mut size).result()?;
+                image = vec![0u8; size];
+                sys::nvrtcGetCUBIN(self.0, image.as_mut_ptr().cast()).result()?;
+            } else {
+                sys::nvrtcGetPTXSize(self.0, &raw mut size).result()?;
+                image = vec![0u8; size];
+                sys::nvrtcGetPTX(self.0, image.as_mut_ptr().cast()).result()?;
+            }
+        }
+        Ok(image)
+    }
+}
+
+impl Drop for NvrtcProgram {
+    fn drop(&mut self) {
+        // SAFETY: the program exists, and nothing uses it afterwards. A program that cannot be destroyed only takes memory.
+        let _ = unsafe { nvrtc::destroy_program(self.0) };
+    }
+}
+
+/// Returns the sizes of the parameters of a kernel.
+fn parameters(function: &CudaFunction) -> Result<Vec<usize>> {
+    let mut sizes = Vec::new();
+    loop {
+        let (mut offset, mut size) = (0, 0);
+        // SAFETY: the function is loaded. A number behind the last parameter is an error of the call.
+        let status = unsafe {
+            driver::cuFuncGetParamInfo(function.cu_function(), sizes.len(), &raw mut offset, &raw mut size)
+        };
+        match status {
+            driver::CUresult::CUDA_SUCCESS => sizes.push(size),
+            driver::CUresult::CUDA_ERROR_INVALID_VALUE => return Ok(sizes),
+            status => return status.result().map(|()| sizes).w(),
+        }
+    }
+}
+
+/// Shared memory that each launch may have. More is asked for.
+const PLAIN_SHARED: u32 = 48 << 10;
+
+/// A kernel on a GPU, and the stream that its launches go to.
+pub(crate) struct DeviceKernel {
+    function: CudaFunction,
+    parameters: Arc<[usize]>,
+    stream: Arc<CudaStream>,
+}
+
+impl DeviceKernel {
+    /// Begins a launch.
+    pub(crate) fn call(&self) -> KernelCall<'_> {
+        KernelCall { kernel: self, arguments: self.stream.launch_builder(&self.function), sizes: Vec::new() }
+    }
+}
+
+/// A launch whose arguments are collected.
+pub(crate) struct KernelCall<'a> {
+    kernel: &'a DeviceKernel,
+    arguments: LaunchArgs<'a>,
+    sizes: Vec<usize>,
+}
+
+impl<'a> KernelCall<'a> {
+    /// Adds a number or a structure.
+    pub(crate) fn value<T: DeviceRepr>(&mut self, value: &'a T) -> &mut Self {
+        self.arguments.arg(value);
+        self.sizes.push(size_of::<T>());
+        self
+    }
+
+    /// Adds memory that the kernel reads.
+    pub(crate) fn read<T>(&mut self, view: &'a CudaView<'_, T>) -> &mut Self {
+        self.arguments.arg(view);
+        self.sizes.push(size_of::<driver::CUdeviceptr>());
+        self
+    }
+
+    /// Adds memory that the kernel writes.
+    pub(crate) fn write<T>(&mut self, slice: &'a mut CudaSlice<T>) -> &mut Self {
+        self.arguments.arg(slice);
+        self.sizes.push(size_of::<driver::CUdeviceptr>());
+        self
+    }
+
+    /// Adds a part of memory that the kernel writes.
+    pub(crate) fn write_part<T>(&mut self, view: &'a mut CudaViewMut<'_, T>) -> &mut Self {
+        self.arguments.arg(view);
+        self.sizes.push(size_of::<driver::CUdeviceptr>());
+        self
+    }
+
+    /// Launches the kernel.
+    ///
+    /// # Safety
+    /// The arguments are those of the kernel in type, and it stays in their memory.
+    ///
+    /// # Errors
+    /// If the kernel has other parameters in number or size, or the driver refuses the launch.
+    pub(crate) unsafe fn launch(mut self, config: LaunchConfig) -> Result<()> {
+        if *self.sizes != *self.kernel.parameters {
+            bail!("a kernel with parameters of {:?} bytes is given {:?}", self.kernel.parameters, self.sizes);
+        }
+        if config.shared_mem_bytes > PLAIN_SHARED {
+            let most = driver::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            self.kernel.function.set_attribute(most, config.shared_mem_bytes as i32).w()?;
+        }
+        // SAFETY: the caller's.
+        unsafe { self.arguments.launch(config) }.w()?;
+        Ok(())
     }
 }

@@ -4,6 +4,7 @@ use candle_dist_base::{edges, empty};
 use super::{
     TensorReader, check_vector, compute_dtype,
     float_op::{FloatNode, FloatOp},
+    fused,
     real::Real,
     rows::{add_assign, new_by_blocks, sum, sum_zip},
 };
@@ -25,6 +26,9 @@ use super::{
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let dtype = compute_dtype("rms_norm", x)?;
     check_vector("rms_norm", x, "weight", weight, x.dim(D::Minus1)?)?;
+    if fused::computes(&[x, weight]) {
+        return fused::norm::norm(x, weight, None, eps);
+    }
     if !x.device().is_cpu() {
         return composed(x, weight, eps);
     }

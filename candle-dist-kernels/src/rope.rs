@@ -1,7 +1,7 @@
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
 use candle_dist_base::edges;
 
-use super::{TensorReader, check_dtype, compute_dtype, elements, real::Real, rows::new_by_blocks};
+use super::{TensorReader, check_dtype, compute_dtype, elements, fused, real::Real, rows::new_by_blocks};
 
 /// The pairs of elements that a rotary embedding rotates together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +56,9 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePa
     }
     let first = offset.min(table.saturating_sub(rows));
     let [cos, sin] = [cos, sin].map(|t| t.reshape((batch, table, half))?.narrow(1, first, rows));
+    if half > 0 && fused::computes(&[x]) {
+        return fused::rope::rope(x, [&cos?, &sin?], pairs);
+    }
     if !x.device().is_cpu() {
         return composed(x, &cos?, &sin?, half, pairs);
     }

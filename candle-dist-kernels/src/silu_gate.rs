@@ -3,7 +3,7 @@ use candle_dist_base::{edges, empty};
 
 use super::float_op::{FloatNode, FloatOp};
 use super::function::{Function, logistic, near, weighted};
-use super::{TensorReader, check_dtype, compute_dtype, real::Real, rows::new_by_blocks};
+use super::{TensorReader, check_dtype, compute_dtype, fused, real::Real, rows::new_by_blocks};
 
 /// The gated SiLU `x · sigmoid(x) · gate`, the activation of SwiGLU.
 ///
@@ -24,6 +24,9 @@ pub fn silu_gate(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
     if x.dims() != gate.dims() {
         let (lhs, rhs) = (x.shape().clone(), gate.shape().clone());
         return Err(Error::ShapeMismatchBinaryOp { lhs, rhs, op: "silu_gate" }.bt());
+    }
+    if fused::computes(&[x, gate]) {
+        return fused::function::gate("silu_gate", x, gate, None);
     }
     if !x.device().is_cpu() {
         return composed(x, gate);

@@ -2,7 +2,7 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor
 use candle_dist_base::edges;
 
 use super::{
-    TensorReader, compute_dtype, elements,
+    TensorReader, compute_dtype, elements, fused,
     real::Real,
     rows::{max, min, new_by_blocks, sum, sum_zip},
 };
@@ -22,6 +22,9 @@ use super::{
 pub fn softmax(x: &Tensor) -> Result<Tensor> {
     let dtype = compute_dtype("softmax", x)?;
     x.dim(D::Minus1)?;
+    if fused::computes(&[x]) {
+        return fused::softmax::softmax("softmax", x, 1.0, None, None);
+    }
     if !x.device().is_cpu() {
         // candle refuses the maximum of nothing.
         return if x.elem_count() == 0 { Ok(x.clone()) } else { candle_nn::ops::softmax(x, D::Minus1) };
@@ -50,6 +53,9 @@ pub fn causal_softmax(x: &Tensor, scale: f64) -> Result<Tensor> {
     let [.., queries, _] = *x.dims() else {
         bail!("causal_softmax: expected scores of shape [.., q, k], got {:?}", x.shape());
     };
+    if fused::computes(&[x]) {
+        return fused::softmax::softmax("softmax", x, scale, Some(queries), None);
+    }
     if !x.device().is_cpu() {
         return composed_causal(x, scale);
     }

@@ -82,6 +82,7 @@ impl Product {
 
 fn product(handle: u64, name: &str, run: impl FnOnce(&mut Exec<'_>) -> Option<()> + Send + 'static) -> c_int {
     let Some(stream) = streams().get(&handle).copied() else { return 1 };
+    crate::tally::count("cublasGemm");
     let work = move |exec: &mut Exec<'_>| {
         let _ = run(exec);
     };

@@ -263,6 +263,20 @@ impl Memory {
         true
     }
 
+    /// Notes a write of bytes that are written already.
+    pub(crate) fn note_write(&mut self, address: u64, len: usize, device: usize, who: &Accessor<'_>) {
+        if let Some((block, at)) = self.find(address, len, device, who) {
+            block.write(at, at + len, who, true, ["a write after a write", "a write after a read"]);
+        }
+    }
+
+    /// Returns the blocks that are allocated on a device.
+    pub(crate) fn live(&self, device: usize) -> Vec<(u64, usize)> {
+        let live =
+            self.blocks.iter().filter(|(_, block)| block.device == device && block.state == State::Live);
+        live.map(|(&address, block)| (address, block.len)).collect()
+    }
+
     /// Lets a device access the pool of another.
     pub(crate) fn allow(&mut self, owner: usize, other: usize) {
         self.open.insert((owner, other));

@@ -1,4 +1,4 @@
-//! How often the program calls the functions that cost most: NCCL's, and those with which it waits.
+//! How often the program calls the functions that cost most: NCCL's, those with which it waits, and those that launch and copy.
 use crate::settings;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;

@@ -1,20 +1,23 @@
 //! Custom ops of candle as nodes with tickets, and views of tensors that have tickets.
 use super::node::{BackwardFn, Grads, node};
 use super::value::{holder_of, remember};
+use crate::fresh::Fresh;
 use candle_core::backend::BackendStorage;
-use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, bail,
-};
+use candle_core::{CustomOp1, CustomOp2, CustomOp3, DType, Device, Result, Shape, Storage, Tensor, bail};
 use std::sync::OnceLock;
 
-/// Returns whether a result of `inputs` gets a ticket: if it needs a gradient and is on the CPU.
+/// Returns whether a result of `inputs` gets a ticket: if it needs a gradient and all are on the CPU or on one CUDA device.
 pub fn has_ticket(inputs: &[&Tensor]) -> bool {
     static IS_OFF: OnceLock<bool> = OnceLock::new();
     let is_off = || std::env::var("CANDLE_GRAD_DO_NOT_DETACH").is_ok_and(|set| !set.is_empty() && set != "0");
-    inputs.iter().any(|x| x.track_op()) && inputs[0].device().is_cpu() && !*IS_OFF.get_or_init(is_off)
+    let is_one = |device: &Device| inputs.iter().all(|x| x.device().same_device(device));
+    inputs.iter().any(|x| x.track_op())
+        && !inputs[0].device().is_metal()
+        && is_one(inputs[0].device())
+        && !*IS_OFF.get_or_init(is_off)
 }
 
-/// Returns the result of an op on one to three inputs on the CPU as a node of the graph.
+/// Returns the result of an op on one to three inputs as a node of the graph. It is on their device.
 ///
 /// `backward` returns the gradients of the inputs from the gradient of the result, which is contiguous. Each tracked
 /// input that is not a variable must get one. The memory of the result is free when its last use is gone.
@@ -23,10 +26,20 @@ pub fn has_ticket(inputs: &[&Tensor]) -> bool {
 pub fn record(
     name: &'static str,
     inputs: &[&Tensor],
-    made: (CpuStorage, Shape),
+    made: Fresh,
     backward: impl Fn(&Tensor) -> Result<Grads> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     node(name, inputs, made, false, Box::new(move |_, grad| backward(grad)))
+}
+
+/// Like [`record`], for a `backward` that also gets the result.
+pub fn record_with_result(
+    name: &'static str,
+    inputs: &[&Tensor],
+    made: Fresh,
+    backward: impl Fn(&Tensor, &Tensor) -> Result<Grads> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    node(name, inputs, made, true, with_result(backward))
 }
 
 /// Like [`Tensor::apply_op1`].
@@ -34,7 +47,14 @@ pub fn apply1<C: CustomOp1 + Send + Sync + 'static>(x: &Tensor, op: C) -> Result
     if !has_ticket(&[x]) {
         return x.apply_op1(op);
     }
-    let made = with_storage(x, |s, l| op.cpu_fwd(s, l))?;
+    let made = {
+        let (s, l) = x.storage_and_layout();
+        match &*s {
+            Storage::Cpu(s) => of(op.cpu_fwd(s, l)?, Storage::Cpu),
+            Storage::Cuda(s) => of(op.cuda_fwd(s, l)?, Storage::Cuda),
+            Storage::Metal(_) => return elsewhere(op.name()),
+        }
+    };
     let (name, input) = (op.name(), x.clone());
     let backward = move |result: &Tensor, grad: &Tensor| Ok([op.bwd(&input, result, grad)?, None, None]);
     node(name, &[x], made, true, with_result(backward))
@@ -45,7 +65,14 @@ pub fn apply2<C: CustomOp2 + Send + Sync + 'static>(a: &Tensor, b: &Tensor, op: 
     if !has_ticket(&[a, b]) {
         return a.apply_op2(b, op);
     }
-    let made = with_storage(a, |a, a_l| with_storage(b, |b, b_l| op.cpu_fwd(a, a_l, b, b_l)))?;
+    let made = {
+        let ((a, a_l), (b, b_l)) = (a.storage_and_layout(), b.storage_and_layout());
+        match (&*a, &*b) {
+            (Storage::Cpu(a), Storage::Cpu(b)) => of(op.cpu_fwd(a, a_l, b, b_l)?, Storage::Cpu),
+            (Storage::Cuda(a), Storage::Cuda(b)) => of(op.cuda_fwd(a, a_l, b, b_l)?, Storage::Cuda),
+            _ => return elsewhere(op.name()),
+        }
+    };
     let (name, inputs) = (op.name(), [a, b].map(Tensor::clone));
     let backward = move |result: &Tensor, grad: &Tensor| {
         let (a, b) = op.bwd(&inputs[0], &inputs[1], result, grad)?;
@@ -64,9 +91,19 @@ pub fn apply3<C: CustomOp3 + Send + Sync + 'static>(
     if !has_ticket(&[a, b, c]) {
         return a.apply_op3(b, c, op);
     }
-    let made = with_storage(a, |a, a_l| {
-        with_storage(b, |b, b_l| with_storage(c, |c, c_l| op.cpu_fwd(a, a_l, b, b_l, c, c_l)))
-    })?;
+    let made = {
+        let ((a, a_l), (b, b_l), (c, c_l)) =
+            (a.storage_and_layout(), b.storage_and_layout(), c.storage_and_layout());
+        match (&*a, &*b, &*c) {
+            (Storage::Cpu(a), Storage::Cpu(b), Storage::Cpu(c)) => {
+                of(op.cpu_fwd(a, a_l, b, b_l, c, c_l)?, Storage::Cpu)
+            }
+            (Storage::Cuda(a), Storage::Cuda(b), Storage::Cuda(c)) => {
+                of(op.cuda_fwd(a, a_l, b, b_l, c, c_l)?, Storage::Cuda)
+            }
+            _ => return elsewhere(op.name()),
+        }
+    };
     let (name, inputs) = (op.name(), [a, b, c].map(Tensor::clone));
     let backward = move |result: &Tensor, grad: &Tensor| {
         let (a, b, c) = op.bwd(&inputs[0], &inputs[1], &inputs[2], result, grad)?;
@@ -87,10 +124,20 @@ pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
 /// Like [`Tensor::to_dtype`]. The node of the result does not hold `x`.
 pub fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
     let from = x.dtype();
-    if from == dtype || !has_ticket(&[x]) {
+    // candle launches a kernel without blocks for no elements.
+    let is_nothing = x.elem_count() == 0 && !x.device().is_cpu();
+    if from == dtype || is_nothing || !has_ticket(&[x]) {
         return x.to_dtype(dtype);
     }
-    let made = with_storage(x, |storage, layout| Ok((storage.to_dtype(layout, dtype)?, x.shape().clone())))?;
+    let storage = {
+        let (s, l) = x.storage_and_layout();
+        match &*s {
+            Storage::Cpu(s) => Storage::Cpu(s.to_dtype(l, dtype)?),
+            Storage::Cuda(s) => Storage::Cuda(s.to_dtype(l, dtype)?),
+            Storage::Metal(_) => return elsewhere("to_dtype"),
+        }
+    };
+    let made = Fresh { storage, shape: x.shape().clone() };
     record("to_dtype", &[x], made, move |grad| Ok([Some(grad.to_dtype(from)?), None, None]))
 }
 
@@ -102,10 +149,10 @@ fn with_result(backward: impl Fn(&Tensor, &Tensor) -> Result<Grads> + Send + Syn
     })
 }
 
-fn with_storage<R>(x: &Tensor, f: impl FnOnce(&CpuStorage, &Layout) -> Result<R>) -> Result<R> {
-    let (storage, layout) = x.storage_and_layout();
-    match &*storage {
-        Storage::Cpu(storage) => f(storage, layout),
-        _ => bail!("expected a tensor on the CPU, as the first input of the op"),
-    }
+fn of<S>((storage, shape): (S, Shape), on: impl FnOnce(S) -> Storage) -> Fresh {
+    Fresh { storage: on(storage), shape }
+}
+
+fn elsewhere<T>(name: &str) -> Result<T> {
+    bail!("{name}: expected all inputs on the CPU or on one CUDA device")
 }

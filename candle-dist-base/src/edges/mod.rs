@@ -24,7 +24,10 @@
 //!
 //! Each use of a tensor returns 1 as the gradient of the ticket. candle adds these numbers, so a ticket knows how many
 //! gradients its slot must have received. A slot that an earlier, failed pass left behind is an error, never a wrong
-//! number. Passes of other threads, and passes inside a node of this module or by [`backward`], keep their gradients apart. This module applies to tensors on the CPU. If the environment variable `CANDLE_GRAD_DO_NOT_DETACH` is set,
+//! number. Passes of other threads, and passes inside a node of this module or by [`backward`], keep their gradients apart.
+//!
+//! This module applies to tensors on the CPU and on CUDA devices. There a ticket has no elements: candle launches nothing for its
+//! gradients, and their order says which of them the pass has made. If the environment variable `CANDLE_GRAD_DO_NOT_DETACH` is set,
 //! which asks for gradients of gradients, all functions use candle's nodes.
 mod apply;
 mod kept;
@@ -32,7 +35,7 @@ mod node;
 mod slot;
 mod value;
 
-pub use apply::{apply1, apply2, apply3, has_ticket, record, reshape, to_dtype};
+pub use apply::{apply1, apply2, apply3, has_ticket, record, record_with_result, reshape, to_dtype};
 pub use kept::{backward, keep};
 pub use node::Grads;
 pub use slot::{forget_pass, nested};

@@ -2,7 +2,11 @@
 use super::kept::visiting;
 use super::slot::{GradSlot, forget_pass, nested};
 use super::value::{GradEdge, holder_of, tensor};
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use crate::fresh::Fresh;
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail,
+};
 use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::sync::{Arc, OnceLock};
@@ -35,7 +39,7 @@ struct GradNode {
 pub(super) fn node(
     name: &'static str,
     inputs: &[&Tensor],
-    (storage, shape): (CpuStorage, Shape),
+    made: Fresh,
     is_result_needed: bool,
     backward: BackwardFn,
 ) -> Result<Tensor> {
@@ -61,7 +65,7 @@ pub(super) fn node(
         [a, b, c] => a.apply_op3(b, c, ticket)?,
         _ => bail!("{name}: {} tracked inputs; expected one to three", args.len()),
     };
-    let made = tensor(storage, shape, ticket, slot)?;
+    let made = tensor(made, ticket, slot)?;
     if is_result_needed {
         node.result.get_or_init(|| made.detach());
     }
@@ -77,11 +81,16 @@ impl GradNode {
             Some(backward) => nested(|| backward(self.result.get(), &grad))?,
             None => bail!("{}: the node was dropped", self.name),
         };
-        let mut passed = Grads::default();
+        let (mut passed, mut of_uses) = (Grads::default(), None);
         for (passed, NodeInput { place, holder }) in passed.iter_mut().zip(&self.inputs) {
             let grad = grads[*place].take();
             *passed = match (grad, holder) {
-                (Some(grad), Some(holder)) => Some(holder.receive(&grad)?),
+                (Some(grad), Some(holder)) => {
+                    // One for all inputs: candle gets them together, and two may be of one ticket.
+                    let of_use = of_uses.take().map_or_else(|| holder.of_use(), Ok)?;
+                    holder.receive(&grad, &of_use)?;
+                    Some(of_uses.insert(of_use).clone())
+                }
                 (grad, _) => grad,
             };
         }
@@ -125,6 +134,14 @@ impl Ticket {
         Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
     }
 
+    /// A ticket on a GPU has no elements, so that candle launches nothing for its gradients.
+    fn made_beside(input: &CudaStorage) -> Result<(CudaStorage, Shape)> {
+        let shape = Shape::from(0);
+        // SAFETY: there is no element to initialize.
+        let made = unsafe { input.device().alloc_uninit(&shape, DType::F32)? };
+        Ok((made, shape))
+    }
+
     fn backward(&self, ticket: &Tensor, count: &Tensor) -> Result<Grads> {
         visiting(ticket, || self.0.run(count)).inspect_err(|_| forget_pass())
     }
@@ -137,6 +154,10 @@ impl CustomOp1 for Ticket {
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
         Self::made()
+    }
+
+    fn cuda_fwd(&self, a: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        Self::made_beside(a)
     }
 
     fn bwd(&self, _: &Tensor, ticket: &Tensor, count: &Tensor) -> Result<Option<Tensor>> {
@@ -152,6 +173,16 @@ impl CustomOp2 for Ticket {
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
         Self::made()
+    }
+
+    fn cuda_fwd(
+        &self,
+        a: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        Self::made_beside(a)
     }
 
     fn bwd(
@@ -181,6 +212,18 @@ impl CustomOp3 for Ticket {
         _: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         Self::made()
+    }
+
+    fn cuda_fwd(
+        &self,
+        a: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        Self::made_beside(a)
     }
 
     fn bwd(

@@ -1,9 +1,10 @@
 //! Where the gradients of one tensor meet.
-use candle_core::{CpuStorage, DType, InplaceOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, DType, InplaceOp2, Layout, Result, Shape, Tensor, TensorId, bail};
 use half::bf16;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::cell::RefCell;
+use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Weak};
 
 /// Marks gradients that belong together: those of one pass of one thread. Its address is its identity.
@@ -52,7 +53,8 @@ pub(super) struct GradSlot(Mutex<SmallVec<[ReceivedGrads; 1]>>);
 struct ReceivedGrads {
     /// A pass that is over has left gradients behind, which nothing takes.
     pass: Weak<u8>,
-    count: usize,
+    /// The numbers of the gradients of the ticket that candle got for them.
+    returned: SmallVec<[u64; 2]>,
     sum: Option<GradSum>,
 }
 
@@ -63,23 +65,24 @@ struct GradSum {
 }
 
 impl GradSlot {
-    /// Adds a gradient with the elements of a tensor of this shape.
-    pub(super) fn add(&self, grad: &Tensor, shape: &Shape) -> Result<()> {
+    /// Adds a gradient with the elements of a tensor of this shape. `of_use` is the new gradient of the ticket that candle gets
+    /// for it.
+    pub(super) fn add(&self, grad: &Tensor, shape: &Shape, of_use: &Tensor) -> Result<()> {
         let grad = grad.detach().contiguous()?.reshape(shape)?;
         let pass = Arc::downgrade(&pass());
         let mut all = self.0.lock();
         all.retain(|received| received.pass.strong_count() > 0);
         let at = all.iter().position(|received| received.pass.ptr_eq(&pass)).unwrap_or(all.len());
         if at == all.len() {
-            all.push(ReceivedGrads { pass, count: 0, sum: None });
+            all.push(ReceivedGrads { pass, returned: SmallVec::new(), sum: None });
         }
         let received = &mut all[at];
-        received.count += 1;
+        received.returned.push(number_of(of_use.id()));
         received.sum = Some(match received.sum.take() {
             None => GradSum { grad, is_own: false },
             Some(GradSum { grad: sum, is_own: true }) => GradSum { grad: add_to(sum, &grad)?, is_own: true },
             // candle's sum of bf16 takes longer than a copy and a sum in place.
-            Some(GradSum { grad: sum, .. }) if sum.dtype() == DType::BF16 => {
+            Some(GradSum { grad: sum, .. }) if sum.dtype() == DType::BF16 && sum.device().is_cpu() => {
                 GradSum { grad: add_to(sum.copy()?, &grad)?, is_own: true }
             }
             Some(GradSum { grad: sum, .. }) => GradSum { grad: (sum + grad)?, is_own: true },
@@ -87,31 +90,68 @@ impl GradSlot {
         Ok(())
     }
 
-    /// Removes and returns the sum of the gradients; `count` is the number that this pass has added, as a scalar.
-    pub(super) fn take(&self, count: &Tensor) -> Result<Tensor> {
-        let count = count.to_scalar::<f32>()? as usize;
+    /// Removes and returns the sum of the gradients. `of_ticket` is the sum of what candle got for them.
+    pub(super) fn take(&self, of_ticket: &Tensor) -> Result<Tensor> {
         let pass = Arc::downgrade(&pass());
         let mut all = self.0.lock();
         let mine = all.iter().position(|received| received.pass.ptr_eq(&pass)).map(|at| all.swap_remove(at));
         drop(all);
-        let found = mine.as_ref().map_or(0, |received| received.count);
+        let returned = mine.as_ref().map(|received| received.returned.clone()).unwrap_or_default();
         match mine.and_then(|received| received.sum) {
-            Some(sum) if found == count => Ok(sum.grad),
+            Some(sum) if are_of_this_pass(&returned, of_ticket)? => Ok(sum.grad),
             _ => {
                 forget_pass();
                 bail!(
-                    "a tensor received {found} gradients where its backward pass made {count}, because an earlier pass \
-                     over the same graph failed; run the backward pass again"
+                    "a tensor received {} gradients, of which its backward pass did not make all, because an earlier pass over \
+                     the same graph failed; run the backward pass again",
+                    returned.len()
                 )
             }
         }
     }
 }
 
+/// Returns whether all that candle got, as `returned`, is of the pass that made the gradient of the ticket.
+fn are_of_this_pass(returned: &[u64], of_ticket: &Tensor) -> Result<bool> {
+    if of_ticket.elem_count() > 0 {
+        return Ok(of_ticket.to_scalar::<f32>()? as usize == returned.len());
+    }
+    // A gradient without elements counts nothing. candle makes it when it gets those of the first visit of this pass, which have one
+    // number, and returns it for the sum with each other one. So those of an earlier pass have other numbers that are smaller.
+    let made = number_of(of_ticket.id());
+    let mut earlier = returned.iter().filter(|&&number| number < made);
+    let first = earlier.next();
+    Ok(first.is_some() && earlier.all(|number| Some(number) == first))
+}
+
+/// Returns the number of a tensor, which is larger than those of all tensors that this thread made before it.
+fn number_of(id: TensorId) -> u64 {
+    /// Keeps the number that is hashed.
+    struct NumberReader(u64);
+
+    impl Hasher for NumberReader {
+        fn write(&mut self, bytes: &[u8]) {
+            self.0 = bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte));
+        }
+
+        fn write_usize(&mut self, number: usize) {
+            self.0 = number as u64;
+        }
+
+        fn finish(&self) -> u64 {
+            self.0
+        }
+    }
+    let mut reader = NumberReader(0);
+    id.hash(&mut reader);
+    reader.finish()
+}
+
 /// Returns the sum of two contiguous tensors of one shape, in the memory of `sum` where that is possible.
 pub(super) fn add_to(sum: Tensor, grad: &Tensor) -> Result<Tensor> {
     // candle mistakes empty tensors for views that repeat elements, which it does not change in place.
-    if sum.elem_count() == 0 || !matches!(sum.dtype(), DType::F32 | DType::F64 | DType::BF16) {
+    let has_kernel = matches!(sum.dtype(), DType::F32 | DType::F64 | DType::BF16) && sum.device().is_cpu();
+    if sum.elem_count() == 0 || !has_kernel {
         return sum + grad;
     }
     sum.inplace_op2(grad, &AddTo)?;

@@ -1,7 +1,7 @@
 //! Tensors that have tickets.
 use super::slot::GradSlot;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, TensorId};
-use parking_lot::Mutex;
+use crate::fresh::{Fresh, Ready};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, TensorId};
 use rustc_hash::FxHashMap;
 use std::cell::RefCell;
 use std::sync::{Arc, Weak};
@@ -14,10 +14,19 @@ pub(super) struct GradEdge {
 }
 
 impl GradEdge {
-    /// Puts a gradient into the slot, and returns the gradient of the ticket.
-    pub(super) fn receive(&self, grad: &Tensor) -> Result<Tensor> {
-        self.slot.add(grad, &self.shape)?;
-        Tensor::new(1f32, grad.device())
+    /// Returns the gradient of a ticket for one use of its tensor.
+    ///
+    /// It is on the host, also if the ticket is not: candle adds nothing to a gradient without elements.
+    pub(super) fn of_use(&self) -> Result<Tensor> {
+        match self.ticket.elem_count() {
+            0 => Tensor::zeros(0, DType::F32, &Device::Cpu),
+            _ => Tensor::new(1f32, &Device::Cpu),
+        }
+    }
+
+    /// Puts a gradient into the slot. `of_use` is what candle gets for the ticket.
+    pub(super) fn receive(&self, grad: &Tensor, of_use: &Tensor) -> Result<()> {
+        self.slot.add(grad, &self.shape, of_use)
     }
 }
 
@@ -54,14 +63,9 @@ pub(super) fn remember(x: &Tensor, holder: &Arc<GradEdge>) {
 }
 
 /// Returns the tensor with this ticket.
-pub(super) fn tensor(
-    storage: CpuStorage,
-    shape: Shape,
-    ticket: Tensor,
-    slot: Arc<GradSlot>,
-) -> Result<Tensor> {
-    let holder = Arc::new(GradEdge { ticket, slot, shape });
-    let made = Mutex::new(Some(storage));
+pub(super) fn tensor(made: Fresh, ticket: Tensor, slot: Arc<GradSlot>) -> Result<Tensor> {
+    let holder = Arc::new(GradEdge { ticket, slot, shape: made.shape.clone() });
+    let made = Ready::new(made);
     let x = holder.ticket.apply_op1(ValueNode { made, holder: holder.clone() })?;
     remember(&x, &holder);
     Ok(x)
@@ -69,7 +73,7 @@ pub(super) fn tensor(
 
 /// The node of a tensor that has a ticket. Its gradient is that of the uses by candle's own ops.
 struct ValueNode {
-    made: Mutex<Option<CpuStorage>>,
+    made: Ready,
     holder: Arc<GradEdge>,
 }
 
@@ -79,12 +83,16 @@ impl CustomOp1 for ValueNode {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let made = self.made.lock().take();
-        let made = made.ok_or_else(|| candle_core::Error::msg("the result of an op was taken twice"))?;
-        Ok((made, self.holder.shape.clone()))
+        self.made.cpu()
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.made.cuda()
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        self.holder.receive(grad).map(Some)
+        let of_use = self.holder.of_use()?;
+        self.holder.receive(grad, &of_use)?;
+        Ok(Some(of_use))
     }
 }

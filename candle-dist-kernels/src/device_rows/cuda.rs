@@ -1,14 +1,14 @@
 //! Launches of the kernels of `rows.cu`.
 use super::launch::{RowsLaunch, SOURCE};
 use crate::element::{Element, with_element};
-use crate::nvrtc::Kernels;
+use crate::nvrtc::{Kernels, Rounding};
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{CudaView, DeviceRepr, LaunchConfig, PushKernelArg};
-use candle_core::cuda_backend::{CudaDType, CudaStorage, WrapErr};
+use candle_core::cuda_backend::cudarc::driver::{CudaView, DeviceRepr, LaunchConfig};
+use candle_core::cuda_backend::{CudaDType, CudaStorage};
 use candle_core::{CpuStorage, Error, InplaceOp3, Layout, Result, Storage, Tensor, bail};
 use candle_dist_base::Fresh;
 
-static KERNELS: Kernels = Kernels::new("candle_dist_kernels_rows", SOURCE);
+static KERNELS: Kernels = Kernels::new("device_rows/rows.cu", SOURCE, Rounding::Single);
 
 /// Returns the name of the kernel for elements of a type.
 fn name<T: Element>(op: &str) -> String {
@@ -47,16 +47,16 @@ fn take_as<T: Element + CudaDType + DeviceRepr>(
     fill: f64,
 ) -> Result<CudaStorage> {
     let device = &table.device;
-    let kernel = device.get_or_load_custom_func(&name::<T>("take_rows"), KERNELS.name(), KERNELS.ptx()?)?;
+    let kernel = KERNELS.get(device, &name::<T>("take_rows"))?;
     // SAFETY: the kernel below writes all elements, and the stream orders it before whatever reads them.
     let mut out = unsafe { device.alloc::<T>(count * width)? };
     let (rows, table) = (view::<u32>(rows, rows_l)?, view::<T>(table, table_l)?);
     let (sizes, fill) = ([count as u64, width as u64], T::from_f64(fill));
-    let mut builder = kernel.builder();
-    builder.arg(&sizes[0]).arg(&sizes[1]).arg(&rows).arg(&table).arg(&mut out).arg(&fill);
+    let mut call = kernel.call();
+    call.value(&sizes[0]).value(&sizes[1]).read(&rows).read(&table).write(&mut out).value(&fill);
     // SAFETY: the arguments are those of the kernel in number and type. It reads `count` numbers of `rows`. Each is a row of the
     // table, which the kernel reads, or `NOWHERE`. It writes `count * width` elements of `out`.
-    unsafe { builder.launch(config(count, width)) }.w()?;
+    unsafe { call.launch(config(count, width)) }?;
     Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
 }
 
@@ -105,17 +105,17 @@ fn put_as<T: Element + CudaDType + DeviceRepr>(
     (values, values_l): (&CudaStorage, &Layout),
 ) -> Result<()> {
     let device = &values.device;
-    let kernel = device.get_or_load_custom_func(&name::<T>("put_rows"), KERNELS.name(), KERNELS.ptx()?)?;
+    let kernel = KERNELS.get(device, &name::<T>("put_rows"))?;
     let (count, width) = (values_l.dims()[0], values_l.dims()[1]);
     let (start, end) =
         table_l.contiguous_offsets().ok_or(Error::RequiresContiguous { op: "rows of a table" })?;
     let mut table = table.as_cuda_slice_mut::<T>()?.slice_mut(start..end);
     let (rows, values) = (view::<u32>(rows, rows_l)?, view::<T>(values, values_l)?);
     let sizes = [count as u64, width as u64];
-    let mut builder = kernel.builder();
-    builder.arg(&sizes[0]).arg(&sizes[1]).arg(&rows).arg(&values).arg(&mut table);
+    let mut call = kernel.call();
+    call.value(&sizes[0]).value(&sizes[1]).read(&rows).read(&values).write_part(&mut table);
     // SAFETY: the arguments are those of the kernel in number and type. It reads `count` numbers of `rows` and as many rows
     // of `values`, and writes these rows of the table, which has all of them.
-    unsafe { builder.launch(config(count, width)) }.w()?;
+    unsafe { call.launch(config(count, width)) }?;
     Ok(())
 }

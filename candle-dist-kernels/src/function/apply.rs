@@ -2,11 +2,12 @@
 use super::formulas::each;
 use super::{Function, off_host};
 use crate::convert::convert;
+use crate::fused;
 use crate::real::Real;
 use crate::rows::{new_by_blocks, new_pair_by_blocks};
 use crate::{TensorReader, elements};
 use candle_core::{CpuStorage, CustomOp1, DType, Error, Layout, Result, Shape, Tensor};
-use candle_dist_base::edges;
+use candle_dist_base::{Fresh, edges};
 
 /// The exact GELU, `x · Φ(x)` with `Φ` the standard normal distribution function.
 ///
@@ -37,6 +38,9 @@ impl Function {
             dtype if dtype.is_float() => DType::F32,
             dtype => return Err(Error::UnsupportedDTypeForOp(dtype, self.name()).bt()),
         };
+        if fused::computes(&[x]) {
+            return fused::function::function(self, self.name(), x);
+        }
         if !x.device().is_cpu() {
             return off_host::apply(self, x, dtype);
         }
@@ -72,7 +76,8 @@ impl Function {
         );
         drop(reading);
         let slopes = Tensor::from_vec(slopes, x.shape(), x.device())?;
-        edges::record(self.name(), &[x], (T::to_cpu_storage_owned(out), x.shape().clone()), move |grad| {
+        let made = Fresh::host(T::to_cpu_storage_owned(out), x.shape());
+        edges::record(self.name(), &[x], made, move |grad| {
             let (slopes, grad) = (TensorReader::new(&slopes), TensorReader::new(grad));
             let (slopes, grads) = (slopes.elements::<T>()?, grad.elements::<T>()?);
             let (out, _) = new_by_blocks(

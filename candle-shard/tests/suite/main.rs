@@ -11,6 +11,7 @@ mod faults_elementwise;
 mod faults_layers;
 mod faults_listed;
 mod faults_views;
+mod fused_device;
 mod kernels;
 mod mistakes;
 mod ops;

@@ -8,6 +8,7 @@ mod gguf;
 mod gradient_rule;
 mod kv_cache;
 mod latent;
+mod launches;
 mod layers;
 mod lora;
 mod moe;

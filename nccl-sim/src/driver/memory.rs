@@ -42,6 +42,7 @@ pub(crate) extern "C" fn cuMemFreeAsync(address: u64, stream: u64) -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemsetD8Async(address: u64, value: u8, len: usize, stream: u64) -> c_int {
+    crate::tally::count("cuMemsetD8Async");
     let work = |_| Work::Run(Box::new(move |exec| exec.write(address, &vec![value; len])));
     status(enqueue(format!("cuMemsetD8Async of {len} bytes"), stream, work).map(|_| ()))
 }
@@ -54,6 +55,7 @@ pub(crate) extern "C" fn cuMemcpyHtoDAsync_v2(
     len: usize,
     stream: u64,
 ) -> c_int {
+    crate::tally::count("cuMemcpyHtoDAsync");
     if host::is_locked(from, len) {
         let from = from.expose_provenance();
         let copy = move |exec: &mut Exec<'_>| {

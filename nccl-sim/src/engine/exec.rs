@@ -38,6 +38,17 @@ impl Exec<'_> {
         }
     }
 
+    /// Notes a write of bytes that are written already.
+    pub(crate) fn note_write(&mut self, address: u64, len: usize) {
+        self.effort.bytes += len;
+        self.memory.note_write(address, len, self.device, &self.who);
+    }
+
+    /// The blocks that are allocated on the device.
+    pub(crate) fn live(&self) -> Vec<(u64, usize)> {
+        self.memory.live(self.device)
+    }
+
     pub(crate) fn begin(&mut self, address: u64) {
         self.memory.begin(address, &self.who);
     }

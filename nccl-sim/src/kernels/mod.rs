@@ -1,14 +1,14 @@
-//! candle's kernels as host code, found by the names that candle asks for. The real ones are in candle-kernels 0.11.1. `draw`
-//! and `rows` have those of this repository.
+//! candle's kernels as host code, found by the names that candle asks for. The real ones are in candle-kernels 0.11.1. Those of
+//! this repository are run from their `text`.
 mod convolution;
-mod draw;
 mod elementwise;
 mod indexing;
 mod reduce;
-mod rows;
+mod text;
 
 use crate::engine::Exec;
 use crate::number::{Element, Type, elements};
+pub(crate) use text::TextFunction;
 
 /// The size of a parameter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -20,6 +20,16 @@ pub(crate) enum Size {
 }
 
 impl Size {
+    /// The number of its bytes.
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Self::One => 1,
+            Self::Two => 2,
+            Self::Four => 4,
+            Self::Eight => 8,
+        }
+    }
+
     fn of(ty: Type) -> Self {
         match ty.size() {
             1 => Self::One,
@@ -79,11 +89,6 @@ impl Kernel {
                 (vec![Eight; 6], reduce::reduce)
             }
             "is" => (vec![Eight; 10], indexing::index_select),
-            "draw_uniform" | "draw_normal" | "draw_bernoulli" if matches!(ty, Type::F32 | Type::F64) => {
-                ([&[Eight; 8][..], &[scalar; 2]].concat(), draw::draw)
-            }
-            "take_rows" if float => ([&[Eight; 5][..], &[scalar]].concat(), rows::take),
-            "put_rows" if float => (vec![Eight; 5], rows::put),
             "im2col1d" if !signed => (vec![Eight; 9], convolution::im2col1d),
             "im2col" if !signed => (vec![Eight; 11], convolution::im2col),
             "col2im1d" if !signed => (vec![Eight; 8], convolution::col2im1d),

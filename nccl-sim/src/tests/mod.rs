@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod collectives;
 mod streams;
+mod texts;
 
 use crate::driver::*;
 use crate::report::{Kind, take};

@@ -2,7 +2,8 @@
 use super::element::{ElementOptimizer, ElementParams};
 use super::params::{Params, check, unknown};
 use super::slot::Slot;
-use crate::{Result, kernels};
+use crate::kernels::{self, AdamWUpdate};
+use crate::Result;
 use candle_core::{DType, Tensor, bail};
 use candle_nn::ParamsAdamW;
 
@@ -85,9 +86,16 @@ impl Params for ParamsAdamW {
 
 impl ElementParams for ParamsAdamW {
     fn step(&self, slot: &Slot, grad: &Tensor) -> candle_core::Result<()> {
-        let [first, second] = &slot.states[..] else {
-            bail!("AdamW: {} has {} states", slot.of.name, slot.states.len())
-        };
-        kernels::step_adam_w(self, slot.steps, (&slot.of.var, slot.master.as_ref()), [first, second], grad)
+        self.step_all(&[(slot, grad)])
+    }
+
+    fn step_all(&self, slots: &[(&Slot, &Tensor)]) -> candle_core::Result<()> {
+        let mut updates = Vec::with_capacity(slots.len());
+        for &(Slot { of, master, states, steps }, grad) in slots {
+            let [first, second] = &states[..] else { bail!("AdamW: {} has {} states", of.name, states.len()) };
+            let (var, master, moments) = (&of.var, master.as_ref(), [first, second]);
+            updates.push(AdamWUpdate { steps: *steps, var, master, moments, grad });
+        }
+        kernels::step_adam_w(self, &updates)
     }
 }

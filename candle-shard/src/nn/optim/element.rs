@@ -14,6 +14,11 @@ use std::path::Path;
 pub trait ElementParams: Params {
     /// Updates the parameter of a slot by its gradient; `slot.steps` counts this step.
     fn step(&self, slot: &Slot, grad: &Tensor) -> candle_core::Result<()>;
+
+    /// Updates the parameters of slots by their gradients.
+    fn step_all(&self, slots: &[(&Slot, &Tensor)]) -> candle_core::Result<()> {
+        slots.iter().try_for_each(|(slot, grad)| self.step(slot, grad))
+    }
 }
 
 /// An elementwise optimizer: [`Sgd`](super::Sgd), [`Adagrad`](super::Adagrad) or [`AdamW`](super::AdamW).
@@ -64,12 +69,14 @@ impl<P: ElementParams> ElementOptimizer<P> {
         counts::parameters_change();
         self.groups.warn_unused(grads);
         for group in &mut self.groups.0 {
+            let mut stepped = Vec::with_capacity(group.slots.len());
             for slot in &mut group.slots {
                 if let Some(grad) = grads.get(&slot.of.var) {
                     slot.steps = slot.steps.saturating_add(1);
-                    group.params.step(slot, grad)?;
+                    stepped.push((&*slot, grad));
                 }
             }
+            group.params.step_all(&stepped)?;
         }
         Ok(())
     }

@@ -155,7 +155,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
         &[
             "registers",
             "mod real",
-            "bounds conv convert div element float_op master nvrtc parallel prefetch row_order rule weight_sink",
+            "bounds conv convert device_text div element float_op master nvrtc parallel prefetch row_order rule weight_sink",
             "device_rows random rows",
             "few_rows numbers product row_put row_take rows_off_host",
             "embedding_off_host row_sum",

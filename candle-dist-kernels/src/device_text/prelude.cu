@@ -1,0 +1,120 @@
+// What stands before the texts of fused kernels: 16-bit floats, sums over warps and blocks, and products by tensor cores.
+// A text that is compiled for the host defines EMULATED, see the crate device-text.
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#ifndef DYNAMIC_SHARED
+#define DYNAMIC_SHARED(T, name)                                   \
+  extern __shared__ __align__(16) u8 bytes_of_dynamic_shared[]; \
+  T* const name = (T*)bytes_of_dynamic_shared
+#endif
+
+// 16-bit floats as they lie in memory. Computation is in f32.
+struct f16 {
+  unsigned short bits;
+};
+struct bf16 {
+  unsigned short bits;
+};
+
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+
+__device__ __forceinline__ float wide(float x) { return x; }
+__device__ __forceinline__ float wide(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+__device__ __forceinline__ float wide(f16 x) {
+#ifdef EMULATED
+  const u32 sign = (u32)(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
+  if (rest >= 0x7c00) return __uint_as_float(sign | 0x7f800000u | (rest & 0x3ff) << 13);
+  // A number without a leading one is its digits times 2^-24.
+  if (rest < 0x400) return __uint_as_float(sign | __float_as_uint((float)rest * (1.0f / 16777216.0f)));
+  return __uint_as_float(sign | ((rest << 13) + (112u << 23)));
+#else
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+#endif
+}
+
+// Rounds to the nearest, ties to even.
+template <typename T> struct Narrow;
+template <> struct Narrow<float> {
+  static __device__ __forceinline__ float of(float x) { return x; }
+};
+template <> struct Narrow<bf16> {
+  static __device__ __forceinline__ bf16 of(float x) {
+    const u32 bits = __float_as_uint(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{(unsigned short)(bits >> 16 | 0x40)};
+    return bf16{(unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+  }
+};
+template <> struct Narrow<f16> {
+  static __device__ __forceinline__ f16 of(float x) {
+#ifdef EMULATED
+    const u32 bits = __float_as_uint(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffffu;
+    if (rest > 0x7f800000u) return f16{(unsigned short)(sign | 0x7e00)};
+    if (rest >= 0x477ff000u) return f16{(unsigned short)(sign | 0x7c00)};
+    if (rest < 0x38800000u) {
+      // Below 2^-14: the sum with 0.5 has its digits at 2^-24, and is rounded as a sum.
+      const u32 digits = __float_as_uint(__uint_as_float(rest) + 0.5f) - 0x3f000000u;
+      return f16{(unsigned short)(sign | digits)};
+    }
+    return f16{(unsigned short)(sign | (rest - (112u << 23) + 0xfff + (rest >> 13 & 1)) >> 13)};
+#else
+    f16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+#endif
+  }
+};
+template <typename T> __device__ __forceinline__ T narrow(float x) { return Narrow<T>::of(x); }
+
+// Two 16-bit floats in a word, the first in its low half.
+template <typename T> __device__ __forceinline__ u32 narrow_pair(float low, float high) {
+  return narrow<T>(low).bits | (u32)narrow<T>(high).bits << 16;
+}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+template <> __device__ __forceinline__ u32 narrow_pair<bf16>(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <> __device__ __forceinline__ u32 narrow_pair<f16>(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+#endif
+
+// Sums and largest numbers over the lanes of a warp; each lane gets them, with the same bits.
+__device__ __forceinline__ float warp_sum(float x) {
+  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+  return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+  for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+  return x;
+}
+
+// As above over a block of whole warps. `scratch` has 32 numbers of shared memory that nothing else uses until the next barrier.
+__device__ __forceinline__ float block_sum(float x, float* scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  x = warp_sum(x);
+  __syncthreads();
+  if (lane == 0) scratch[warp] = x;
+  __syncthreads();
+  float sum = 0.0f;
+  for (int i = 0; i < warps; i++) sum += scratch[i];
+  return sum;
+}
+__device__ __forceinline__ float block_max(float x, float* scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  x = warp_max(x);
+  __syncthreads();
+  if (lane == 0) scratch[warp] = x;
+  __syncthreads();
+  float most = scratch[0];
+  for (int i = 1; i < warps; i++) most = fmaxf(most, scratch[i]);
+  return most;
+}

@@ -1,0 +1,237 @@
+//! AdamW for many tensors in one launch.
+use super::emulated::{self, is_emulated};
+use super::{KernelText, runs_on};
+use crate::adam_w::AdamWUpdate;
+use crate::real::is_computed;
+use crate::rules::AdamWRule;
+use crate::share_memory;
+use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, bail};
+use candle_dist_base::sum_dtype;
+use std::cell::RefCell;
+
+/// The tensors of a launch, and the elements of a block: as in `adam_w.cu`.
+const TENSORS: usize = 48;
+const ELEMENTS: usize = 8192;
+const THREADS: usize = 256;
+
+/// The kernel of an update, by the dtypes of its tensors; `None` if there is none.
+pub(crate) fn kernel(update: &AdamWUpdate<'_>) -> Option<&'static str> {
+    let AdamWUpdate { var, master, moments: [first, second], grad, .. } = update;
+    let (x, wide) = (var.dtype(), sum_dtype(var.dtype()));
+    let changed = [Some(*var), *master, Some(*first), Some(*second)];
+    let is_plain = |tensor: &Tensor| {
+        is_computed(tensor.dtype()) && tensor.is_contiguous() && tensor.layout().start_offset() == 0
+    };
+    let fits = runs_on(var.device())
+        && changed.into_iter().flatten().all(|tensor| is_plain(tensor) && tensor.device().same_device(var.device()))
+        && grad.device().same_device(var.device())
+        && first.dtype() == second.dtype()
+        && master.is_none_or(|master| wide != x && master.dtype() == wide);
+    if !fits {
+        return None;
+    }
+    Some(match (x, first.dtype() == x, grad.dtype() == x) {
+        (DType::F32, true, true) => "adam_w_f32",
+        (DType::F64, true, true) => "adam_w_f64",
+        (DType::F16, true, true) => "adam_w_f16",
+        (DType::F16, true, false) => "adam_w_f16_wide_grads",
+        (DType::F16, false, true) => "adam_w_f16_wide_states",
+        (DType::F16, false, false) => "adam_w_f16_all_wide",
+        (DType::BF16, true, true) => "adam_w_bf16",
+        (DType::BF16, true, false) => "adam_w_bf16_wide_grads",
+        (DType::BF16, false, true) => "adam_w_bf16_wide_states",
+        (DType::BF16, false, false) => "adam_w_bf16_all_wide",
+        _ => return None,
+    })
+}
+
+/// Updates tensors that have this [`kernel`], all on one device. `rule` has the options, and `scales` returns the factors of the bias
+/// correction of an update.
+pub(crate) fn step(
+    kernel: &'static str,
+    updates: &[&AdamWUpdate<'_>],
+    rule: &AdamWRule,
+    scales: &dyn Fn(&AdamWUpdate<'_>) -> [f64; 2],
+) -> Result<()> {
+    updates.chunks(TENSORS).try_for_each(|updates| {
+        let mut grads = Vec::with_capacity(updates.len());
+        for update in updates {
+            let grad = update.grad.detach().contiguous()?;
+            let changed = [Some(update.var), update.master, Some(update.moments[0]), Some(update.moments[1])];
+            let lies_in_both = changed.into_iter().flatten().any(|changed| share_memory(&grad, changed));
+            grads.push(if lies_in_both { grad.copy()? } else { grad });
+        }
+        let changed: Vec<&Tensor> = updates
+            .iter()
+            .flat_map(|AdamWUpdate { var, master, moments: [first, second], .. }| {
+                [Some(*var), *master, Some(*first), Some(*second)].into_iter().flatten().map(|var| var.as_tensor())
+            })
+            .collect();
+        let launch = Launch { kernel, updates, rule, scales };
+        with_places(&changed, Vec::new(), &mut |changed| launch.run(changed, &grads))
+    })
+}
+
+/// Where the elements of a tensor are while they may be changed.
+struct ChangedPlace<'a> {
+    address: u64,
+    bytes: usize,
+    /// Orders the use of the memory among streams.
+    #[cfg(feature = "cuda")]
+    _order: Option<candle_core::cuda_backend::cudarc::driver::SyncOnDrop<'a>>,
+    #[cfg(not(feature = "cuda"))]
+    _order: std::marker::PhantomData<&'a ()>,
+}
+
+/// Runs `f` on the places of tensors that are plain, see [`kernel`], each with its own memory.
+fn with_places(
+    tensors: &[&Tensor],
+    held: Vec<ChangedPlace<'_>>,
+    f: &mut dyn FnMut(&[ChangedPlace<'_>]) -> Result<()>,
+) -> Result<()> {
+    let [first, rest @ ..] = tensors else { return f(&held) };
+    let mut held = Some(held);
+    let mut change = |place: ChangedPlace<'_>| {
+        let mut held: Vec<ChangedPlace<'_>> = held.take().unwrap_or_default(); // no longer than the place
+        held.push(place);
+        with_places(rest, held, f)
+    };
+    first.inplace_op1(&PlaceChange(RefCell::new(&mut change)))
+}
+
+type ChangePlace<'f> = dyn FnMut(ChangedPlace<'_>) -> Result<()> + 'f;
+
+struct PlaceChange<'a, 'f>(RefCell<&'a mut ChangePlace<'f>>);
+
+impl InplaceOp1 for PlaceChange<'_, '_> {
+    fn name(&self) -> &'static str {
+        "AdamW"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
+        let (place, bytes) = emulated::bytes_mut(storage)?;
+        let address = place.expose_provenance() as u64;
+        (self.0.borrow_mut())(ChangedPlace { address, bytes, _order: Default::default() })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> Result<()> {
+        use candle_core::cuda_backend::cudarc::driver::DevicePtrMut;
+        let stream = storage.device.cuda_stream();
+        let mut view = super::cuda::bytes_mut(storage)?;
+        let bytes = view.len();
+        let (address, order) = view.device_ptr_mut(&stream);
+        (self.0.borrow_mut())(ChangedPlace { address, bytes, _order: Some(order) })
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn cuda_fwd(&self, _: &mut CudaStorage, _: &Layout) -> Result<()> {
+        bail!("AdamW: this build has no kernels for CUDA devices")
+    }
+}
+
+/// The updates of a launch.
+struct Launch<'a> {
+    kernel: &'static str,
+    updates: &'a [&'a AdamWUpdate<'a>],
+    rule: &'a AdamWRule,
+    scales: &'a dyn Fn(&AdamWUpdate<'_>) -> [f64; 2],
+}
+
+impl Launch<'_> {
+    /// Launches the kernel. `changed` has the variable, the copy if there is one, and the moments of each update.
+    fn run(&self, changed: &[ChangedPlace<'_>], grads: &[Tensor]) -> Result<()> {
+        let read: Vec<_> = grads.iter().map(Tensor::storage_and_layout).collect();
+        if is_emulated() {
+            let mut memory: Vec<(*mut u8, usize)> = changed
+                .iter()
+                .map(|place| (std::ptr::with_exposed_provenance_mut(place.address as usize), place.bytes))
+                .collect();
+            let mut places = Vec::new();
+            for (storage, layout) in &read {
+                let Storage::Cpu(storage) = &**storage else { bail!("AdamW: a gradient is not on the host") };
+                let (place, bytes) = emulated::bytes(storage, layout)?;
+                places.push(place.expose_provenance() as u64);
+                memory.push((place.cast_mut(), bytes));
+            }
+            let (structures, blocks) = self.structures(changed, &places)?;
+            let name = self.kernel.to_string();
+            return emulated::run_structures((KernelText::AdamW, name), structures, memory, blocks, THREADS);
+        }
+        #[cfg(feature = "cuda")]
+        return self.run_on_device(changed, &read);
+        #[cfg(not(feature = "cuda"))]
+        bail!("AdamW: this build has no kernels for CUDA devices")
+    }
+
+    #[cfg(feature = "cuda")]
+    fn run_on_device(
+        &self,
+        changed: &[ChangedPlace<'_>],
+        read: &[(candle_core::StorageRef<'_>, &Layout)],
+    ) -> Result<()> {
+        use super::cuda::launch_structures;
+        use candle_core::cuda_backend::cudarc::driver::DevicePtr;
+        let device = self.updates[0].var.device().as_cuda_device()?;
+        let stream = device.cuda_stream();
+        let mut views = Vec::with_capacity(read.len());
+        for (storage, layout) in read {
+            let Storage::Cuda(storage) = &**storage else { bail!("AdamW: a gradient is not on the device") };
+            views.push(super::cuda::bytes(storage, layout)?);
+        }
+        // The events of the memory are waited for here, and recorded behind the launch when these are dropped.
+        let (places, _orders): (Vec<u64>, Vec<_>) = views.iter().map(|view| view.device_ptr(&stream)).unzip();
+        let ([tensors, rule], blocks) = self.structures(changed, &places)?;
+        let (kernel, structures) = ((KernelText::AdamW, self.kernel), [&tensors[..], &rule]);
+        // SAFETY: `structures` writes those of the text. All tensors are held, and their memory is ordered by their events.
+        unsafe {
+            match self.updates[0].var.dtype() {
+                DType::F64 => launch_structures::<{ size(8) }, 56>(device, kernel, structures, blocks, THREADS),
+                _ => launch_structures::<{ size(4) }, 28>(device, kernel, structures, blocks, THREADS),
+            }
+        }
+    }
+
+    /// The structures `Tensors` and `Rule` of the text, and the number of blocks.
+    fn structures(&self, changed: &[ChangedPlace<'_>], grads: &[u64]) -> Result<([Vec<u8>; 2], usize)> {
+        let is_f64 = self.updates[0].var.dtype() == DType::F64;
+        let real = |number: f64| match is_f64 {
+            true => number.to_le_bytes().to_vec(),
+            false => (number as f32).to_le_bytes().to_vec(),
+        };
+        let mut places = [[0u64; TENSORS]; 6];
+        let mut scales = [[0.0; TENSORS]; 2];
+        let mut starts = [0u32; TENSORS];
+        let (mut changed, mut blocks) = (changed.iter(), 0);
+        for (at, update) in self.updates.iter().enumerate() {
+            let mut next = || changed.next().map_or(0, |place| place.address);
+            places[0][at] = next();
+            places[1][at] = if update.master.is_some() { next() } else { 0 };
+            (places[2][at], places[3][at]) = (next(), next());
+            places[4][at] = grads[at];
+            let count = update.var.elem_count();
+            places[5][at] = count as u64;
+            let [first, second] = (self.scales)(update);
+            (scales[0][at], scales[1][at]) = (first, second);
+            starts[at] = blocks as u32;
+            blocks += count.div_ceil(ELEMENTS);
+        }
+        if blocks > i32::MAX as usize {
+            bail!("AdamW: {blocks} blocks are more than a launch has");
+        }
+        let mut tensors: Vec<u8> = places.as_flattened().iter().flat_map(|place| place.to_le_bytes()).collect();
+        tensors.extend(scales.as_flattened().iter().flat_map(|&scale| real(scale)));
+        tensors.extend(starts.iter().flat_map(|start| start.to_le_bytes()));
+        tensors.extend((self.updates.len() as u32).to_le_bytes());
+        tensors.extend([0; 4]); // a structure with pointers ends at a multiple of 8
+        let AdamWRule { lr, betas: [first, second], eps, keep, .. } = *self.rule;
+        let rule = [first, 1.0 - first, second, 1.0 - second, lr, eps, keep];
+        Ok(([tensors, rule.into_iter().flat_map(real).collect()], blocks))
+    }
+}
+
+/// The bytes of `Tensors` for a compute type of so many.
+#[cfg(feature = "cuda")]
+const fn size(real: usize) -> usize {
+    TENSORS * (6 * 8 + 2 * real + 4) + 8
+}

@@ -1,0 +1,100 @@
+//! The cross entropy of logits of which a rank may have some of the classes, in three launches with the gradient.
+use super::{FusedCall, KernelText, Scalar, made, node, threads_of_row, wide};
+use crate::cross_entropy::{Goals, JoinPieces};
+use candle_core::{Device, Result, Shape, Tensor};
+use candle_dist_base::{ReduceOp, edges};
+
+/// The weights of a loss on the device of the logits.
+struct DeviceGoals {
+    /// The targets, and how much they weigh.
+    targets: Tensor,
+    peaks: Tensor,
+    /// How much all classes weigh in each row, and each of them; `None` if they do not.
+    shares: Option<[Tensor; 2]>,
+    /// The sum of the weights of all classes.
+    total: f64,
+}
+
+impl DeviceGoals {
+    fn new(goals: &Goals, logits: &Tensor) -> Result<Self> {
+        let (device, dtype) = (logits.device(), wide(logits.dtype()));
+        let numbers = |numbers: Vec<f64>| -> Result<Tensor> {
+            let len = numbers.len();
+            Tensor::from_vec(numbers, len, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+        };
+        let target = |class: Option<usize>| class.map_or(u32::MAX, |class| class as u32);
+        let targets: Vec<u32> = goals.rows.iter().map(|goal| target(goal.class)).collect();
+        let shares = match goals.spread.is_empty() {
+            true => None,
+            false => Some([
+                numbers(goals.rows.iter().map(|goal| goal.spread).collect())?,
+                numbers(goals.spread.clone())?,
+            ]),
+        };
+        Ok(Self {
+            targets: Tensor::from_vec(targets, goals.rows.len(), device)?,
+            peaks: numbers(goals.rows.iter().map(|goal| goal.peak).collect())?,
+            shares,
+            total: goals.spread_total,
+        })
+    }
+
+    fn inputs(&self) -> [Option<&Tensor>; 4] {
+        let [shares, spread] = self.shares.as_ref().map_or([None; 2], |[shares, spread]| [Some(shares), Some(spread)]);
+        [Some(&self.targets), Some(&self.peaks), shares, spread]
+    }
+}
+
+/// See [`weighted_cross_entropy`](crate::cross_entropy::weighted_cross_entropy). The logits have elements.
+pub(crate) fn weighted(logits: &Tensor, goals: &Goals, join: &JoinPieces<'_>) -> Result<Tensor> {
+    let x = logits.contiguous()?;
+    let (rows, classes) = x.dims2()?;
+    let (dtype, sums) = (x.dtype(), wide(x.dtype()));
+    let text = KernelText::CrossEntropy;
+    let (grid, block) = ([rows, 1], [threads_of_row(classes), 1]);
+    let of_rows = || Some((Shape::from(rows), sums));
+    let [here, partial] = made(&FusedCall {
+        text,
+        op: "cross_entropy_normalizer",
+        dtype,
+        grid,
+        block,
+        inputs: &[Some(&x)],
+        outputs: &[of_rows(), of_rows()],
+        numbers: &[Scalar::Count(classes)],
+    })?;
+    let (here, partial) = (here.into_tensor(), partial.into_tensor());
+    let top = join(&here, ReduceOp::Max)?;
+    // One piece has all classes, and its largest logit is that of all.
+    let is_alone = top.id() == here.id();
+    let norm = join(&if is_alone { partial } else { (partial * (here - &top)?.exp()?)? }, ReduceOp::Sum)?;
+    let (top, norm, weights) = (top.detach(), norm.detach(), DeviceGoals::new(goals, &x)?);
+    let outputs = [of_rows()];
+    let [targets, peaks, shares, spread] = weights.inputs();
+    let [loss] = made(&FusedCall {
+        text,
+        op: "cross_entropy",
+        dtype,
+        grid,
+        block,
+        inputs: &[Some(&x), Some(&top), Some(&norm), targets, peaks, shares, spread],
+        outputs: &outputs,
+        numbers: &[Scalar::Count(classes)],
+    })?;
+    let input = x.clone();
+    node("cross_entropy", &[&x], loss, move |grad| {
+        let grad = grad.contiguous()?;
+        let [targets, peaks, shares, spread] = weights.inputs();
+        let [dx] = made(&FusedCall {
+            text,
+            op: "cross_entropy_input",
+            dtype,
+            grid,
+            block,
+            inputs: &[Some(&input), Some(&top), Some(&norm), targets, peaks, shares, spread, Some(&grad)],
+            outputs: &[Some((input.shape().clone(), dtype))],
+            numbers: &[Scalar::Count(classes), Scalar::Real(weights.total)],
+        })?;
+        Ok([edges::keep(&input, dx.into_tensor())?, None, None])
+    })
+}

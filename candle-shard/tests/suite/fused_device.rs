@@ -1,0 +1,292 @@
+//! The fused kernels of CUDA devices against the ops of the host, values and gradients. Their text is compiled as C++ and run here.
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_dist_kernels::parts::{
+    AdamWUpdate, Function, Goal, Goals, HostArgument, HostLaunch, HostRunner, KernelText, step_adam_w, weighted_cross_entropy,
+    with_kernels_on_host,
+};
+use candle_dist_kernels::{
+    RopePairs, add, causal_softmax, clamped_gate, layer_norm, masked_softmax, rms_norm, rope, silu_gate, softmax,
+};
+use candle_nn::ParamsAdamW;
+use device_text::{DeviceText, LaunchShape, TextMemory};
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock};
+use test_utils::values;
+
+const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
+
+/// The texts, compiled.
+static TEXTS: LazyLock<Option<HashMap<&'static str, DeviceText>>> = LazyLock::new(|| {
+    KernelText::ALL.iter().map(|text| Some((text.source(), DeviceText::for_test(text.source())?))).collect()
+});
+
+/// Runs a launch on the memory of its arguments.
+fn run(launch: &HostLaunch) -> Result<()> {
+    let text = &TEXTS.as_ref().unwrap()[launch.source];
+    let (mut parameters, mut memory, mut read_only) = (Vec::new(), Vec::new(), Vec::new());
+    for argument in &launch.arguments {
+        parameters.push(match argument {
+            HostArgument::Read(at, len) => {
+                memory.push((at.expose_provenance(), *len));
+                read_only.push(at.expose_provenance()..at.expose_provenance() + len);
+                (at.expose_provenance() as u64).to_ne_bytes().to_vec()
+            }
+            HostArgument::Written(at, len) => {
+                memory.push((at.expose_provenance(), *len));
+                (at.expose_provenance() as u64).to_ne_bytes().to_vec()
+            }
+            HostArgument::Null => vec![0; 8],
+            HostArgument::Value(bytes) => bytes.clone(),
+        });
+    }
+    memory.extend(launch.memory.iter().map(|(at, len)| (at.expose_provenance(), *len)));
+    // Views of one tensor overlap.
+    memory.sort_unstable();
+    let mut regions: Vec<TextMemory> = Vec::new();
+    for (start, len) in memory.into_iter().filter(|(_, len)| *len > 0) {
+        match regions.last_mut().filter(|last| start < last.start + last.size) {
+            Some(last) => last.size = last.size.max(start + len - last.start),
+            None => regions.push(TextMemory::new(start, len)),
+        }
+    }
+    let shape = LaunchShape { grid: launch.grid, block: launch.block, shared: 0 };
+    // SAFETY: the caller holds the memory of the arguments, and nothing else uses what the kernel writes.
+    unsafe { text.launch(&launch.name, shape, &parameters, &mut regions) }
+        .unwrap_or_else(|fault| panic!("{}: {fault}", launch.name));
+    for region in &regions {
+        for range in &region.written {
+            let (start, end) = (region.start + range.start, region.start + range.end);
+            let is_hit = read_only.iter().any(|constant| start < constant.end && constant.start < end);
+            assert!(!is_hit, "{} writes what it is given to read", launch.name);
+        }
+    }
+    Ok(())
+}
+
+/// Runs `f` with the kernels; `None` where no C++ compiler is.
+fn with_kernels<R>(f: impl FnOnce() -> R) -> Option<R> {
+    TEXTS.as_ref()?;
+    let runner: HostRunner = Arc::new(run);
+    Some(with_kernels_on_host(runner, f))
+}
+
+/// How far numbers may be from those of the host, as a part of the largest.
+fn allowed(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => 1e-12,
+        DType::F32 => 3e-6,
+        DType::F16 => 2e-3,
+        _ => 1.6e-2,
+    }
+}
+
+fn numbers(x: &Tensor) -> Vec<f64> {
+    x.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
+}
+
+/// Compares numbers; infinite ones and NaN must be the same.
+fn compare(what: &str, got: &Tensor, want: &Tensor, allowed: f64) {
+    assert_eq!((got.dims(), got.dtype()), (want.dims(), want.dtype()), "{what}");
+    let (got, want) = (numbers(got), numbers(want));
+    let most = want.iter().filter(|x| x.is_finite()).fold(1e-3, |most: f64, x| most.max(x.abs()));
+    for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+        let is_same = got == want || got.is_nan() && want.is_nan();
+        assert!(is_same || (got - want).abs() <= allowed * most, "{what}, element {at}: {got} instead of {want}");
+    }
+}
+
+/// The result of an op and the gradients of its inputs, for a loss that weighs each element.
+fn passes(vars: &[Var], op: &dyn Fn(&[Tensor]) -> Result<Tensor>) -> Vec<Tensor> {
+    let inputs: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+    let y = op(&inputs).unwrap();
+    let weights = values(y.dims(), 99, DType::F64).to_dtype(y.dtype()).unwrap();
+    let grads = (&y * weights).unwrap().sum_all().unwrap().backward().unwrap();
+    let of = |var: &Var| grads.get(var).cloned().unwrap_or_else(|| panic!("no gradient of {:?}", var.dims()));
+    [y.detach()].into_iter().chain(vars.iter().map(of)).collect()
+}
+
+/// Compares an op of variables of these shapes with that of the host, in all dtypes.
+fn check(name: &str, shapes: &[&[usize]], op: &dyn Fn(&[Tensor]) -> Result<Tensor>) {
+    for dtype in DTYPES {
+        let var = |(seed, shape): (usize, &&[usize])| Var::from_tensor(&values(shape, seed as u64, dtype)).unwrap();
+        let vars: Vec<Var> = shapes.iter().enumerate().map(var).collect();
+        let what = format!("{name} {dtype:?} {shapes:?}");
+        let want = passes(&vars, op);
+        let Some(got) = with_kernels(|| passes(&vars, op)) else { return };
+        for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+            compare(&format!("{what}, {}", if at == 0 { "result" } else { "gradient" }), got, want, allowed(dtype));
+        }
+        // Each run has the same bits.
+        let again = with_kernels(|| passes(&vars, op)).unwrap();
+        got.iter().zip(&again).for_each(|(got, again)| assert_eq!(numbers(got), numbers(again), "{what}"));
+    }
+}
+
+#[test]
+fn norms_are_those_of_the_host() {
+    // One row, rows that no warp divides, several warps for a row, and several parts of rows for the gradients of weights.
+    for shape in [&[1, 1][..], &[2, 3, 5], &[4, 33], &[3, 640], &[1100, 3]] {
+        let width = &shape[shape.len() - 1..];
+        check("rms_norm", &[shape, width], &|x| rms_norm(&x[0], &x[1], 1e-5));
+        check("layer_norm", &[shape, width, width], &|x| layer_norm(&x[0], &x[1], &x[2], 1e-5));
+    }
+    check("rms_norm of a view", &[&[6, 4], &[6]], &|x| rms_norm(&x[0].t()?, &x[1], 1e-6));
+    // A result that is used twice, and gradients that meet.
+    check("a norm beside its input", &[&[3, 8], &[8]], &|x| {
+        let sum = add(&x[0], &rms_norm(&x[0], &x[1], 1e-5)?)?;
+        add(&rms_norm(&sum, &x[1], 1e-5)?, &sum)
+    });
+}
+
+#[test]
+fn rotary_positions_are_those_of_the_host() {
+    for pairs in [RopePairs::Halves, RopePairs::Neighbors] {
+        for (shape, offset) in [(&[5, 2][..], 0), (&[2, 7, 6], 3), (&[2, 3, 5, 8], 1)] {
+            let (tokens, half) = (shape[shape.len() - 2], shape[shape.len() - 1] / 2);
+            let table = |seed, dtype| values(&[tokens + offset, half], seed, dtype);
+            check("rope", &[shape], &|x| {
+                rope(&x[0], &table(1, x[0].dtype()), &table(2, x[0].dtype()), offset, pairs)
+            });
+        }
+        // Heads behind tokens, as a projection makes them, and tables of each element of the batch.
+        check("rope of a view", &[&[2, 5, 3, 4]], &|x| {
+            let table = |seed| values(&[2, 9, 2], seed, x[0].dtype());
+            rope(&x[0].transpose(1, 2)?, &table(1), &table(2), 2, pairs)
+        });
+    }
+}
+
+#[test]
+fn functions_and_gates_are_those_of_the_host() {
+    for shape in [&[1][..], &[3, 100], &[5, 7, 9]] {
+        check("silu_gate", &[shape, shape], &|x| silu_gate(&x[0], &x[1]));
+        check("clamped_gate", &[shape, shape], &|x| clamped_gate(&x[0], &(&x[1] * 3.0)?, 1.702, 1.0));
+    }
+    check("silu_gate of views", &[&[4, 6], &[6, 4]], &|x| silu_gate(&x[0].t()?, &x[1]));
+    let functions = [
+        Function::Gelu,
+        Function::GeluErf,
+        Function::Silu,
+        Function::Mish,
+        Function::Sigmoid,
+        Function::Tanh,
+        Function::Erf,
+        Function::HardSwish,
+        Function::Elu(0.7),
+        Function::LeakyRelu(0.0),
+        Function::LeakyRelu(0.1),
+        Function::Power(2.0),
+        Function::Recip,
+        Function::Rsqrt,
+    ];
+    let sizes = [0.3, 1.0, 3.0, 5.0, 12.0, 90.0, 300.0, 6e4, 1e8, 1e19, 1e30, f64::INFINITY];
+    let xs: Vec<f64> = sizes.iter().flat_map(|&x| [x, -x]).collect();
+    for (function, dtype) in itertools::iproduct!(functions, DTYPES) {
+        // One number at a time: an infinite sum of slopes would hide the others.
+        let of = |x: f64| {
+            let var = Var::from_tensor(&Tensor::new(&[x], &Device::Cpu).unwrap().to_dtype(dtype).unwrap()).unwrap();
+            let y = function.apply(&var).unwrap();
+            let grads = y.sum_all().unwrap().backward().unwrap();
+            [y.detach(), grads.get(&var).unwrap().clone()]
+        };
+        for &x in &xs {
+            let want = of(x);
+            let Some(got) = with_kernels(|| of(x)) else { return };
+            let part = if dtype == DType::F32 { 1e-5 } else { allowed(dtype) };
+            got.iter().zip(&want).for_each(|(got, want)| compare(&format!("{function:?} {dtype:?} {x}"), got, want, part));
+        }
+    }
+}
+
+#[test]
+fn softmax_is_that_of_the_host() {
+    for shape in [&[1, 1][..], &[3, 5], &[2, 4, 33], &[2, 700]] {
+        check("softmax", &[shape], &|x| softmax(&x[0]));
+    }
+    for shape in [&[1, 1][..], &[5, 2], &[3, 2, 5], &[2, 40, 40]] {
+        check("causal_softmax", &[shape], &|x| causal_softmax(&x[0], 0.7));
+        check("causal_softmax of negative scale", &[shape], &|x| causal_softmax(&x[0], -0.3));
+    }
+    for (shape, mask) in [(&[2, 3, 4][..], &[4][..]), (&[2, 3, 4], &[3, 4]), (&[2, 3, 5, 6], &[2, 1, 5, 6])] {
+        check("masked_softmax", &[shape], &|x| {
+            let hidden = |at: usize| if at < 4 || at % 5 == 0 { f64::NEG_INFINITY } else { at as f64 * 0.3 };
+            let mask = Tensor::from_iter((0..mask.iter().product()).map(hidden), &Device::Cpu)?.reshape(mask)?;
+            masked_softmax(&x[0], &mask.to_dtype(x[0].dtype())?, 0.7)
+        });
+    }
+}
+
+#[test]
+fn cross_entropy_over_pieces_of_the_classes_is_that_of_the_host() {
+    let row = |class, peak, spread| Goal { class, peak, spread };
+    for (classes, spread) in [(3, vec![0.1, 0.0, 0.3]), (40, Vec::new()), (700, Vec::new())] {
+        check("cross_entropy", &[&[4, classes]], &|x| {
+            let share = if spread.is_empty() { 0.0 } else { 1.0 };
+            let rows = vec![row(Some(2), 0.7, share), row(None, 0.0, 0.0), row(None, 1.3, share), row(Some(1), 1.0, 0.0)];
+            let goals = Goals { rows, spread: spread.clone(), spread_total: 0.4 * share };
+            // Another rank has larger logits in some rows, and smaller ones in others.
+            let join = |mine: &Tensor, op| {
+                let other = Tensor::new(&[3f64, -9.0, 0.5, -0.2], &Device::Cpu)?.to_dtype(mine.dtype())?;
+                match op {
+                    candle_dist::ReduceOp::Max => mine.maximum(&other),
+                    _ => mine + other.exp()?,
+                }
+            };
+            weighted_cross_entropy(&(&x[0] * 2.0)?, goals, &join)
+        });
+    }
+}
+
+/// Steps of AdamW on many tensors, of which some are empty and one has several blocks. Returns all that they change.
+fn adam_w(dtype: DType, has_master: bool, is_state_wide: bool, is_grad_wide: bool) -> Vec<Tensor> {
+    let wide = candle_dist::sum_dtype(dtype);
+    let lens: Vec<usize> = (0..60).map(|at| if at == 50 { 20_000 } else { at * at % 37 }).collect();
+    let var = |len: usize, seed: usize, dtype: DType| Var::from_tensor(&values(&[len], seed as u64, dtype)).unwrap();
+    let (mut vars, mut masters, mut moments) = (Vec::new(), Vec::new(), Vec::new());
+    for (seed, &len) in lens.iter().enumerate() {
+        let x = var(len, seed, dtype);
+        masters.push(has_master.then(|| Var::from_tensor(&x.to_dtype(wide).unwrap()).unwrap()));
+        vars.push(x);
+        let state = if is_state_wide { wide } else { dtype };
+        let moment = || Var::from_tensor(&Tensor::zeros(len, state, &Device::Cpu).unwrap()).unwrap();
+        moments.push([moment(), moment()]);
+    }
+    let params = ParamsAdamW { lr: 0.1, weight_decay: 0.3, ..ParamsAdamW::default() };
+    for step in 1..4 {
+        let grad = if is_grad_wide { wide } else { dtype };
+        let grads: Vec<Tensor> =
+            lens.iter().enumerate().map(|(at, &len)| values(&[len], (1000 * step + at) as u64, grad)).collect();
+        let update = |at: usize| AdamWUpdate {
+            steps: (step + at % 3) as u32,
+            var: &vars[at],
+            master: masters[at].as_ref(),
+            moments: moments[at].each_ref(),
+            grad: &grads[at],
+        };
+        step_adam_w(&params, &(0..lens.len()).map(update).collect::<Vec<_>>()).unwrap();
+        // Written from outside: the master follows.
+        vars[7].set(&(vars[7].as_detached_tensor() * 1.5).unwrap()).unwrap();
+    }
+    let changed = vars.iter().chain(masters.iter().flatten()).chain(moments.iter().flatten());
+    changed.map(|var| var.as_detached_tensor()).collect()
+}
+
+#[test]
+fn adam_w_of_many_tensors_has_the_bits_of_the_host() {
+    for (dtype, flags) in itertools::iproduct!(DTYPES, 0..6) {
+        let (has_master, is_state_wide, is_grad_wide) = match flags {
+            0 | 1 => (false, false, flags == 1),
+            2 | 3 => (false, true, flags == 3),
+            _ => (true, true, flags == 5),
+        };
+        if matches!(dtype, DType::F32 | DType::F64) && flags > 0 {
+            continue;
+        }
+        let run = || adam_w(dtype, has_master, is_state_wide, is_grad_wide);
+        let want = run();
+        let Some(got) = with_kernels(run) else { return };
+        for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+            assert_eq!(numbers(got), numbers(want), "{dtype:?} {flags}, tensor {at}");
+        }
+    }
+}
