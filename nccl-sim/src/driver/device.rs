@@ -1,5 +1,5 @@
 //! Devices, contexts and errors.
-use super::{code, enter, status, synchronize};
+use super::{check, code, enter, status, synchronize};
 use crate::abi::{current_device, fill, put, set_current_device};
 use crate::engine::lock;
 use crate::settings;
@@ -97,9 +97,10 @@ pub(crate) extern "C" fn cuCtxSetCurrent(context: u64) -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuCtxSynchronize() -> c_int {
-    status(enter("cuCtxSynchronize").map(|(mut sim, device, site)| {
+    status(enter("cuCtxSynchronize").and_then(|(mut sim, device, site)| {
         let tails = sim.tails(device);
         synchronize(&mut sim, &site, &tails);
+        check(&sim, device)
     }))
 }
 

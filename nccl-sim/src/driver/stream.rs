@@ -1,5 +1,5 @@
 //! Streams and host functions.
-use super::{code, enqueue, enter, enter_on, status, synchronize};
+use super::{check, code, enqueue, enter, enter_on, status, synchronize};
 use crate::abi::put;
 use crate::engine::{HostCall, StreamKind, Work};
 use std::ffi::{c_int, c_uint, c_void};
@@ -44,9 +44,10 @@ pub(crate) extern "C" fn cuStreamDestroy_v2(stream: u64) -> c_int {
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuStreamSynchronize(stream: u64) -> c_int {
     crate::tally::count("cuStreamSynchronize");
-    status(enter_on("cuStreamSynchronize", stream).map(|(mut sim, _, site, id)| {
+    status(enter_on("cuStreamSynchronize", stream).and_then(|(mut sim, device, site, id)| {
         let tail = sim.tail(id);
         synchronize(&mut sim, &site, &[tail]);
+        check(&sim, device)
     }))
 }
 
