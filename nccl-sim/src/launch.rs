@@ -1,11 +1,12 @@
 //! Modules, functions and launches. Modules are the build's empty kernels, whose functions are found by their names, or texts
 //! that NVRTC was given.
 use crate::abi::{array, put};
-use crate::driver::{code, enqueue, status};
-use crate::engine::Work;
+use crate::driver::{code, enqueue, enter, status};
+use crate::engine::{Work, lock, wait_for_device};
 use crate::kernels::{Kernel, TextFunction};
 use crate::nvrtc::text_of;
 use crate::report::{Kind, fault};
+use crate::settings::Loads;
 use device_text::{DeviceText, LaunchShape};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -69,6 +70,11 @@ impl Function {
     }
 }
 
+/// Waits for the device, as CUDA may while it loads code ("Lazy Loading", "Concurrent Execution").
+fn load(call: impl Into<String>) -> Result<(), i32> {
+    enter(call).map(|(mut sim, device, site)| wait_for_device(&mut sim, device, &site))
+}
+
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuModuleLoadData(to: *mut u64, image: *const c_void) -> c_int {
     let module = text_of(image).map_or(CANDLE, |text| {
@@ -77,7 +83,20 @@ pub(crate) extern "C" fn cuModuleLoadData(to: *mut u64, image: *const c_void) ->
         CANDLE + functions.texts.len() as u64
     });
     put(to, module);
-    code::SUCCESS
+    let waits = lock().rules.loads == Loads::Module;
+    status(if waits { load("cuModuleLoadData") } else { Ok(()) })
+}
+
+/// Loads a kernel at its first launch on a device, if that is when code is loaded.
+fn load_lazily(function: u64, name: &str) -> Result<(), i32> {
+    if lock().rules.loads != Loads::Kernel {
+        return Ok(());
+    }
+    let (mut sim, device, site) = enter(format!("the first launch of {name}"))?;
+    if sim.loaded.insert((device, function)) {
+        wait_for_device(&mut sim, device, &site);
+    }
+    Ok(())
 }
 
 #[unsafe(no_mangle)]
@@ -151,7 +170,7 @@ pub(crate) extern "C" fn cuFuncSetAttribute(function: u64, attribute: c_int, val
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuLaunchKernel(
-    function: u64,
+    handle: u64,
     grid_x: c_uint,
     grid_y: c_uint,
     grid_z: c_uint,
@@ -163,7 +182,7 @@ pub(crate) extern "C" fn cuLaunchKernel(
     parameters: *mut *mut c_void,
     _extra: *mut *mut c_void,
 ) -> c_int {
-    let Some(function) = functions().of(function).cloned() else { return code::INVALID_HANDLE };
+    let Some(function) = functions().of(handle).cloned() else { return code::INVALID_HANDLE };
     let name = function.name();
     // "cuLaunchKernel": all dimensions are at least 1.
     if [grid_x, grid_y, grid_z, block_x, block_y, block_z].contains(&0) {
@@ -194,6 +213,9 @@ pub(crate) extern "C" fn cuLaunchKernel(
         );
         return code::INVALID_VALUE;
     }
+    if let Err(error) = load_lazily(handle, name) {
+        return error;
+    }
     crate::tally::count("cuLaunchKernel");
     // The values are copied before the call returns.
     let sizes = function.sizes();
@@ -209,9 +231,9 @@ pub(crate) extern "C" fn cuLaunchKernel(
     let run = move |_| match function.code {
         Code::Candle(kernel) => {
             let values: Vec<u64> = values.iter().map(|bytes| number(bytes)).collect();
-            Work::Run(Box::new(move |exec| kernel.run(exec, &values)))
+            Work::Kernel(Box::new(move |exec| kernel.run(exec, &values)))
         }
-        Code::Text(function) => Work::Run(Box::new(move |exec| function.run(exec, shape, &values))),
+        Code::Text(function) => Work::Kernel(Box::new(move |exec| function.run(exec, shape, &values))),
     };
     status(enqueue(name, stream, run).map(|_| ()))
 }
