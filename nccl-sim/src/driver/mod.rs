@@ -1,4 +1,5 @@
 //! The CUDA driver. Rules: CUDA Driver API, by the module named.
+mod attributes;
 mod device;
 mod event;
 mod host;
