@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Runs tests over NCCL on simulated GPUs. Needs cargo and a C compiler, no GPU and nothing of NVIDIA's.
 #
-# usage: scripts/nccl-sim.sh [--gpus N[,N..] | --shared] [--seeds N] [--starts N] [--first SEED] [SUITE..]
+# usage: scripts/nccl-sim.sh [--gpus N[,N..] | --shared] [--seeds N] [--starts N] [--first SEED]
+#                            [--queues K[,K..]] [--ctas N[,N..]] [SUITE..]
 #
 # Builds the simulated driver (nccl-sim) and links the tests with it. Runs each SUITE on N simulated GPUs (default: 1, 2
 # and 4 in turn) with each seed from SEED on (default: one seed, 0). A seed chooses the order in which the streams run.
 # Each seed has a start of the program of its own, unless --starts says fewer: then the worlds of a start take its seeds
 # in turn, and all seeds must be taken. Ranks that are processes take one seed per start.
 # With --shared, ranks are threads that share one GPU over the threads backend, and each start takes one seed.
+# GPUs have K hardware queues (default: what CUDA_DEVICE_MAX_CONNECTIONS says, or 8) and run N CTAs (default: 132) at once.
 # A SUITE is a filter of candle-dist's tests (default: nccl::), CRATE/FILTER for those of another crate, or processes or
 # processes/FILTER for ranks that are processes.
 # The last line is "seeds N races N failed N": how many seeds were used, how many faults the simulator found, and how many
@@ -17,7 +19,7 @@ cd "$(dirname "$0")/.."
 . scripts/test-binary.sh
 
 usage() {
-  sed -n '4,14s/^# \{0,1\}//p' scripts/nccl-sim.sh >&2
+  sed -n '4,16s/^# \{0,1\}//p' scripts/nccl-sim.sh >&2
   echo "error: $1" >&2
   exit 2
 }
@@ -26,24 +28,34 @@ number() {
   [[ "$2" =~ ^[0-9]{1,9}$ ]] && ((10#$2 >= $3)) || usage "$1 takes a number from $3 on, not '$2'"
   echo "$((10#$2))"
 }
+# numbers FLAG LIST: puts the numbers of a list into the array `listed`.
+numbers() {
+  listed=()
+  local count
+  for count in ${2//,/ }; do
+    count="$(number "$1" "$count" 1)" || exit 2
+    listed+=("$count")
+  done
+  [ ${#listed[@]} -gt 0 ] || usage "$1 lacks its value"
+}
+# Empty: the default.
+queues=("") ctas=("")
 gpus=(1 2 4) shared="" seeds=1 starts=0 first=0 suites=()
 while [ $# -gt 0 ]; do
   case "$1" in
-    --gpus | --seeds | --starts | --first) [ $# -gt 1 ] || usage "$1 lacks its value" ;;&
+    --gpus | --seeds | --starts | --first | --queues | --ctas) [ $# -gt 1 ] || usage "$1 lacks its value" ;;&
     --gpus)
-      gpus=()
-      for count in ${2//,/ }; do
-        count="$(number --gpus "$count" 1)" || exit 2
-        gpus+=("$count")
-      done
-      [ ${#gpus[@]} -gt 0 ] || usage "--gpus lacks its value"
+      numbers --gpus "$2"
+      gpus=("${listed[@]}")
       shift
       ;;
     --shared) shared=1 gpus=(1) ;;
     --seeds) seeds="$(number --seeds "$2" 1)" || exit 2; shift ;;
     --starts) starts="$(number --starts "$2" 1)" || exit 2; shift ;;
+    --queues) numbers --queues "$2"; queues=("${listed[@]}"); shift ;;
+    --ctas) numbers --ctas "$2"; ctas=("${listed[@]}"); shift ;;
     --first) first="$(number --first "$2" 0)" || exit 2; shift ;;
-    -h | --help) sed -n '2,14s/^# \{0,1\}//p' scripts/nccl-sim.sh; exit 0 ;;
+    -h | --help) sed -n '2,16s/^# \{0,1\}//p' scripts/nccl-sim.sh; exit 0 ;;
     -*) usage "unknown flag $1" ;;
     *) suites+=("$1") ;;
   esac
@@ -124,20 +136,33 @@ each=$(((seeds + starts - 1) / starts))
 export SIM_USED="$folder/used" SIM_SEEDS=$each
 : >"$SIM_USED"
 [ -z "$shared" ] || seq "$first" "$each" $((first + seeds - 1)) >"$SIM_USED"
+# run SEED GPUS SUITE QUEUES CTAS
+run() {
+  local seed="$1" count="$2" suite="$3" crate="${3%%/*}" status=0 card=""
+  runs=$((runs + 1))
+  place="$crate" arguments=("${suite#*/}" --test-threads 1)
+  [ "$crate" != processes ] || place=test-utils arguments=("${suite#*/}")
+  [ -z "$4" ] || card=", $4 queues"
+  [ -z "$5" ] || card="$card, $5 CTAs"
+  (
+    cd "$place"
+    [ -z "$4" ] || export SIM_QUEUES="$4"
+    [ -z "$5" ] || export SIM_CTAS="$5"
+    SIM_SEED=$seed SIM_GPUS=$count timeout "${SIM_LIMIT:-900}" "${programs[$suite]}" "${arguments[@]}" >"$log" 2>&1
+  ) || status=$?
+  grep -a '^SKIPPED' "$log" | sed 's/ ([0-9]* skipped in this program)$//' >>"$folder/skipped" || true
+  if [ "$status" -ne 0 ]; then
+    failed=$((failed + 1))
+    echo "FAILED $suite on $count GPUs with seed $seed$card (status $status; 124 means that it did not end):"
+    tail -n 60 "$log"
+  fi
+}
 for seed in $(seq "$first" "$each" $((first + seeds - 1))); do
   for count in "${gpus[@]}"; do
     for suite in "${suites[@]}"; do
-      runs=$((runs + 1)) status=0 crate="${suite%%/*}"
-      place="$crate" arguments=("${suite#*/}" --test-threads 1)
-      [ "$crate" != processes ] || place=test-utils arguments=("${suite#*/}")
-      (cd "$place" && SIM_SEED=$seed SIM_GPUS=$count timeout "${SIM_LIMIT:-900}" "${programs[$suite]}" \
-        "${arguments[@]}" >"$log" 2>&1) || status=$?
-      grep -a '^SKIPPED' "$log" | sed 's/ ([0-9]* skipped in this program)$//' >>"$folder/skipped" || true
-      if [ "$status" -ne 0 ]; then
-        failed=$((failed + 1))
-        echo "FAILED $suite on $count GPUs with seed $seed (status $status; 124 means that it did not end):"
-        tail -n 60 "$log"
-      fi
+      for queue_count in "${queues[@]}"; do
+        for cta_count in "${ctas[@]}"; do run "$seed" "$count" "$suite" "$queue_count" "$cta_count"; done
+      done
     done
   done
 done

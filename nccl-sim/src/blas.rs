@@ -85,7 +85,7 @@ fn product(handle: u64, name: &str, run: impl FnOnce(&mut Exec<'_>) -> Option<()
     let work = move |exec: &mut Exec<'_>| {
         let _ = run(exec);
     };
-    status(enqueue(name, stream, |_| Work::Run(Box::new(work))).map(|_| ()))
+    status(enqueue(name, stream, |_| Work::Kernel(Box::new(work))).map(|_| ()))
 }
 
 /// Ends the process unless alpha is 1 and beta is 0, which is all that candle uses.

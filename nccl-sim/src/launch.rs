@@ -1,9 +1,10 @@
 //! Modules, functions and launches. Modules are the build's empty kernels; a function is found by its name.
 use crate::abi::{array, put};
-use crate::driver::{code, enqueue, status};
-use crate::engine::Work;
+use crate::driver::{code, enqueue, enter, status};
+use crate::engine::{Work, lock, wait_for_device};
 use crate::kernels::{Kernel, Size};
 use crate::report::{Kind, fault};
+use crate::settings::Loads;
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::{LazyLock, Mutex, PoisonError};
@@ -21,10 +22,28 @@ fn functions() -> std::sync::MutexGuard<'static, Functions> {
     FUNCTIONS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Waits for the device, as CUDA may while it loads code ("Lazy Loading", "Concurrent Execution").
+fn load(call: impl Into<String>) -> Result<(), i32> {
+    enter(call).map(|(mut sim, device, site)| wait_for_device(&mut sim, device, &site))
+}
+
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuModuleLoadData(to: *mut u64, _image: *const c_void) -> c_int {
     put(to, 0x10);
-    code::SUCCESS
+    let waits = lock().rules.loads == Loads::Module;
+    status(if waits { load("cuModuleLoadData") } else { Ok(()) })
+}
+
+/// Loads a kernel at its first launch on a device, if that is when code is loaded.
+fn load_lazily(function: u64, name: &str) -> Result<(), i32> {
+    if lock().rules.loads != Loads::Kernel {
+        return Ok(());
+    }
+    let (mut sim, device, site) = enter(format!("the first launch of {name}"))?;
+    if sim.loaded.insert((device, function)) {
+        wait_for_device(&mut sim, device, &site);
+    }
+    Ok(())
 }
 
 #[unsafe(no_mangle)]
@@ -90,13 +109,16 @@ pub(crate) extern "C" fn cuLaunchKernel(
         );
         return code::INVALID_VALUE;
     }
+    if let Err(error) = load_lazily(function, name) {
+        return error;
+    }
     // The values are copied before the call returns.
     let places = array(parameters.cast_const(), kernel.parameters().len());
     let values: Vec<u64> =
         kernel.parameters().iter().zip(places).map(|(&size, place)| value(size, place)).collect();
     let name = kernel.name().to_string();
     status(
-        enqueue(name, stream, move |_| Work::Run(Box::new(move |exec| kernel.run(exec, &values))))
+        enqueue(name, stream, move |_| Work::Kernel(Box::new(move |exec| kernel.run(exec, &values))))
             .map(|_| ()),
     )
 }

@@ -54,6 +54,8 @@ pub(crate) struct Memory {
     free: HashMap<(usize, usize, usize), Vec<u64>>,
     /// The pairs of a device and another that may access its pool.
     open: HashSet<(usize, usize)>,
+    /// The devices on which a kernel has accessed what it may not.
+    broken: HashSet<usize>,
 }
 
 /// Who accesses memory, and what is ordered before.
@@ -185,7 +187,13 @@ impl Memory {
         block.bytes[range].fill(NOISE);
     }
 
-    /// Returns the block with all these bytes, and the offset in it. Reports accesses that are not allowed.
+    /// Returns whether a kernel of a device has accessed what it may not.
+    pub(crate) fn is_broken(&self, device: usize) -> bool {
+        self.broken.contains(&device)
+    }
+
+    /// Returns the block with all these bytes, and the offset in it. Reports accesses that are not allowed, after which the device
+    /// takes no more calls.
     fn find(
         &mut self,
         address: u64,
@@ -193,10 +201,20 @@ impl Memory {
         device: usize,
         who: &Accessor<'_>,
     ) -> Option<(&mut Block, usize)> {
-        let site = who.site;
-        let Some((&start, block)) = self.blocks.range_mut(..=address).next_back() else {
-            fault(Kind::Memory, site.call(), format!("{site} uses {address:#x}, which is not device memory"));
+        if !self.may_access(address, len, device, who) {
+            self.broken.insert(device);
             return None;
+        }
+        let (&start, block) = self.blocks.range_mut(..=address).next_back()?;
+        Some((block, (address - start) as usize))
+    }
+
+    /// Returns whether an access is allowed. Reports it otherwise.
+    fn may_access(&self, address: u64, len: usize, device: usize, who: &Accessor<'_>) -> bool {
+        let site = who.site;
+        let Some((&start, block)) = self.blocks.range(..=address).next_back() else {
+            fault(Kind::Memory, site.call(), format!("{site} uses {address:#x}, which is not device memory"));
+            return false;
         };
         let at = (address - start) as usize;
         if at + len > block.len {
@@ -205,7 +223,7 @@ impl Memory {
                 site.call(),
                 format!("{site} uses {len} bytes at {at} of a block of {}", block.len),
             );
-            return None;
+            return false;
         }
         if block.state == State::Freed {
             let freed = block
@@ -213,15 +231,15 @@ impl Memory {
                 .as_ref()
                 .map_or("that is not allocated yet".to_string(), |(by, _)| format!("that is freed by {by}"));
             fault(Kind::Memory, site.call(), format!("{site} uses memory {freed}"));
-            return None;
+            return false;
         }
         if block.device != device {
             // "Stream Ordered Memory Allocator": only the owning device may access memory of its default pool.
             let owner = block.device;
             fault(Kind::Memory, site.call(), format!("{site} on GPU {device} uses memory of GPU {owner}"));
-            return None;
+            return false;
         }
-        Some((block, at))
+        true
     }
 
     /// Notes a read of `len` bytes. Returns whether it is possible.

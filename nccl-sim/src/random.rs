@@ -69,7 +69,9 @@ fn generate<T: Element + Send + 'static>(
         let mut even = || (numbers.below(STEPS) + 1) as f64 / STEPS as f64;
         (*stream, bytes((0..count).map(|_| T::from_float(make([even(), even()])))))
     };
-    status(enqueue(name, stream, |_| Work::Run(Box::new(move |exec| exec.write(to, &numbers)))).map(|_| ()))
+    status(
+        enqueue(name, stream, |_| Work::Kernel(Box::new(move |exec| exec.write(to, &numbers)))).map(|_| ()),
+    )
 }
 
 /// As [`generate`], for normal numbers. "Host API Overview": they come in pairs, so their count is even.

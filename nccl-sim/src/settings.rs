@@ -30,8 +30,16 @@ pub(crate) struct Settings {
     pub(crate) backtraces: bool,
     /// `SIM_DIR`: a folder through which processes exchange data.
     pub(crate) folder: Option<PathBuf>,
-    /// `SIM_CAPACITY`: how many communicators' kernels run at once on a device.
-    pub(crate) capacity: usize,
+    /// `SIM_QUEUES`: the hardware queues of a device for each priority, instead of `CUDA_DEVICE_MAX_CONNECTIONS`.
+    queues: Option<usize>,
+    /// `SIM_CTAS`: how many CTAs a device runs at once; the multiprocessors of an H100 by default.
+    ctas: usize,
+    /// `SIM_WAITS=0`: destroyed communicators, freed host memory, loaded kernels and large copies from pageable memory
+    /// do not wait for the device.
+    waits: bool,
+    /// `SIM_LOADS`: when loaded code waits for the device: with its `module`, at the first run of a `kernel`, or `never`; by default
+    /// `module`.
+    loads: Loads,
     /// `SIM_HANG_SECONDS`: how long nothing may happen while a thread waits in CUDA.
     pub(crate) hang: Duration,
 }
@@ -58,6 +66,80 @@ fn wrong(text: &str) -> Option<(Wrong, u64)> {
     Some((wrong, at.parse().ok()?))
 }
 
+/// When code that is loaded waits for the device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Loads {
+    /// When its module is loaded (`CUDA_MODULE_LOADING=EAGER`).
+    Module,
+    /// When a kernel is launched for the first time ("Lazy Loading", "Concurrent Execution").
+    Kernel,
+    Never,
+}
+
+fn loads() -> Loads {
+    match std::env::var("SIM_LOADS").as_deref() {
+        Err(_) | Ok("module") => Loads::Module,
+        Ok("kernel") => Loads::Kernel,
+        Ok("never") => Loads::Never,
+        Ok(other) => crate::report::die(&format!("SIM_LOADS={other} is not module, kernel or never")),
+    }
+}
+
+/// What the cards and NCCL are like. The simulator's own tests change it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rules {
+    /// The hardware queues of a device for each priority.
+    pub(crate) queues: usize,
+    /// How many CTAs a device runs at once.
+    pub(crate) ctas: usize,
+    /// Whether calls that may wait for the device do.
+    pub(crate) waits: bool,
+    pub(crate) loads: Loads,
+    /// The variables of NCCL; those of the process if there are none.
+    pub(crate) nccl: Option<NcclVariables>,
+}
+
+impl Rules {
+    /// Returns those that the variables of this process say.
+    pub(crate) fn of_process() -> Self {
+        let Settings { ctas, waits, loads, .. } = *get();
+        Self { queues: connections(), ctas, waits, loads, nccl: None }
+    }
+}
+
+/// Returns how many hardware queues a device has, as `cuInit` finds it in the environment.
+pub(crate) fn connections() -> usize {
+    static CONNECTIONS: OnceLock<usize> = OnceLock::new();
+    *CONNECTIONS.get_or_init(|| {
+        let asked = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().and_then(|text| text.parse().ok());
+        get().queues.unwrap_or(asked.filter(|count| (1..=32).contains(count)).unwrap_or(8))
+    })
+}
+
+/// The variables of NCCL that the simulator knows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NcclVariables {
+    /// `NCCL_RUNTIME_CONNECT`: whether communicators connect at the first call that needs it.
+    pub(crate) runtime_connect: bool,
+    /// `NCCL_MAX_CTAS`, which overrides the configuration of communicators.
+    pub(crate) max_ctas: Option<usize>,
+    /// `NCCL_MULTI_RANK_GPU_ENABLE`: whether members may share a GPU.
+    pub(crate) multi_rank: bool,
+}
+
+/// Returns the variables of NCCL, which reads them once, when it makes the first communicator (`param.cc`).
+pub(crate) fn nccl_variables() -> NcclVariables {
+    static VARIABLES: OnceLock<NcclVariables> = OnceLock::new();
+    *VARIABLES.get_or_init(|| {
+        let number = |name| std::env::var(name).ok().and_then(|text| text.trim().parse::<i64>().ok());
+        NcclVariables {
+            runtime_connect: number("NCCL_RUNTIME_CONNECT") != Some(0),
+            max_ctas: number("NCCL_MAX_CTAS").filter(|&most| most > 0).map(|most| most as usize),
+            multi_rank: number("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|value| value != 0),
+        }
+    })
+}
+
 fn number(name: &str, default: u64) -> u64 {
     let Ok(text) = std::env::var(name) else { return default };
     text.parse().unwrap_or_else(|_| crate::report::die(&format!("{name}={text} is not a number")))
@@ -82,7 +164,10 @@ pub(crate) fn get() -> &'static Settings {
         report: std::env::var_os("SIM_REPORT").map(PathBuf::from),
         backtraces: number("SIM_BACKTRACE", 0) == 1,
         folder: std::env::var_os("SIM_DIR").map(PathBuf::from),
-        capacity: number("SIM_CAPACITY", 1 << 20) as usize,
+        queues: std::env::var_os("SIM_QUEUES").map(|_| number("SIM_QUEUES", 8).max(1) as usize),
+        ctas: number("SIM_CTAS", 132) as usize,
+        waits: number("SIM_WAITS", 1) == 1,
+        loads: loads(),
         hang: Duration::from_secs(number("SIM_HANG_SECONDS", 60)),
     })
 }

@@ -1,11 +1,13 @@
 //! Devices, contexts and errors.
-use super::{code, enter, status, synchronize};
+use super::{check, code, enter, status, synchronize};
 use crate::abi::{current_device, fill, put, set_current_device};
+use crate::engine::lock;
 use crate::settings;
 use std::ffi::{c_char, c_int, c_uint};
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuInit(_flags: c_uint) -> c_int {
+    settings::connections(); // from here on, the variable changes nothing
     code::SUCCESS
 }
 
@@ -40,11 +42,11 @@ pub(crate) extern "C" fn cuDeviceGetAttribute(to: *mut c_int, attribute: c_int, 
         COMPUTE_MAJOR => 9,
         COMPUTE_MINOR => 0,
         MEMORY_POOLS => 1,
-        1 => 1024,       // threads per block
-        8 => 48 << 10,   // shared memory per block
-        10 => 32,        // warp
-        16 => 132,       // multiprocessors
-        97 => 227 << 10, // shared memory per block, on request
+        1 => 1024,                        // threads per block
+        8 => 48 << 10,                    // shared memory per block
+        10 => 32,                         // warp
+        16 => lock().rules.ctas as c_int, // multiprocessors
+        97 => 227 << 10,                  // shared memory per block, on request
         _ => crate::report::die(&format!("device attribute {attribute} is not modeled")),
     };
     status(device(ordinal).map(|_| put(to, value)))
@@ -95,9 +97,10 @@ pub(crate) extern "C" fn cuCtxSetCurrent(context: u64) -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuCtxSynchronize() -> c_int {
-    status(enter("cuCtxSynchronize").map(|(mut sim, device, site)| {
+    status(enter("cuCtxSynchronize").and_then(|(mut sim, device, site)| {
         let tails = sim.tails(device);
         synchronize(&mut sim, &site, &tails);
+        check(&sim, device)
     }))
 }
 
@@ -116,6 +119,7 @@ pub(crate) extern "C" fn cuGetErrorString(error: c_int, to: *mut *const c_char) 
         code::INVALID_HANDLE => c"invalid resource handle",
         code::NOT_FOUND => c"named symbol not found",
         code::NOT_READY => c"device not ready",
+        code::ILLEGAL_ADDRESS => c"an illegal memory access was encountered",
         code::NOT_PERMITTED => c"operation not permitted",
         _ => c"an error of the simulated driver",
     };

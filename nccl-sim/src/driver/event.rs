@@ -1,6 +1,6 @@
 //! Events.
-use super::{code, enter, enter_on, status, synchronize};
-use crate::abi::put;
+use super::{check, code, enter, enter_on, status, synchronize};
+use crate::abi::{current_device, put};
 use crate::clock::Mark;
 use crate::engine::{Event, Work, lock};
 use std::ffi::{c_int, c_uint};
@@ -61,6 +61,9 @@ pub(crate) extern "C" fn cuEventQuery(event: u64) -> c_int {
     let mut sim = lock();
     let Some(found) = sim.events.get(&event).cloned() else { return code::INVALID_HANDLE };
     sim.while_polling();
+    if let Some(Err(error)) = current_device().map(|device| check(&sim, device)) {
+        return error;
+    }
     match found.mark {
         Some(mark) if !mark.is_passed() => code::NOT_READY,
         Some(mark) => {
@@ -73,10 +76,10 @@ pub(crate) extern "C" fn cuEventQuery(event: u64) -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuEventSynchronize(event: u64) -> c_int {
-    status(enter("cuEventSynchronize").and_then(|(mut sim, _, site)| {
+    status(enter("cuEventSynchronize").and_then(|(mut sim, device, site)| {
         let found = sim.events.get(&event).ok_or(code::INVALID_HANDLE)?;
         let marks: Vec<Mark> = found.mark.iter().cloned().collect();
         synchronize(&mut sim, &site, &marks);
-        Ok(())
+        check(&sim, device)
     }))
 }

@@ -2,7 +2,7 @@
 use super::{code, enter, status};
 use crate::abi::{array, put};
 use crate::clock::Mark;
-use crate::engine::lock;
+use crate::engine::{lock, wait_for_device};
 use crate::report::{Kind, Site, fault};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -33,10 +33,10 @@ pub(crate) extern "C" fn cuMemHostAlloc(to: *mut *mut c_void, len: usize, _flags
     }))
 }
 
-// "cuMemFreeHost". The copies that read the memory must have ended, and the host must know it.
+// "cuMemFreeHost" waits for the device (NCCL issue 48). The copies that read the memory must have ended, and the host must know it.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemFreeHost(from: *mut c_void) -> c_int {
-    status(enter("cuMemFreeHost").and_then(|(sim, _, free)| {
+    status(enter("cuMemFreeHost").and_then(|(mut sim, device, free)| {
         let block = BLOCKS.lock().remove(&from.addr()).ok_or(code::INVALID_VALUE)?;
         for (site, _) in block.copies.iter().filter(|(_, mark)| !sim.has_seen(mark)) {
             fault(
@@ -45,6 +45,7 @@ pub(crate) extern "C" fn cuMemFreeHost(from: *mut c_void) -> c_int {
                 format!("{free} frees memory of the host that {site} may still read"),
             );
         }
+        wait_for_device(&mut sim, device, &free);
         Ok(())
     }))
 }

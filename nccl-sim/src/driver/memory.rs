@@ -1,8 +1,8 @@
 //! Memory and copies.
 use super::device::device_of;
-use super::{code, enqueue, enter, enter_on, host, status, synchronize};
+use super::{STAGED, code, enqueue, enter, enter_on, host, status, synchronize};
 use crate::abi::{array, fill, put};
-use crate::engine::{Exec, Work};
+use crate::engine::{Exec, Work, wait_for_marks};
 use crate::report::Site;
 use std::ffi::{c_int, c_void};
 
@@ -42,11 +42,12 @@ pub(crate) extern "C" fn cuMemFreeAsync(address: u64, stream: u64) -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemsetD8Async(address: u64, value: u8, len: usize, stream: u64) -> c_int {
-    let work = |_| Work::Run(Box::new(move |exec| exec.write(address, &vec![value; len])));
+    let work = |_| Work::Kernel(Box::new(move |exec| exec.write(address, &vec![value; len])));
     status(enqueue(format!("cuMemsetD8Async of {len} bytes"), stream, work).map(|_| ()))
 }
 
-// "API synchronization behavior": pageable memory is staged before the call returns; page-locked memory is read when the copy runs.
+// "API synchronization behavior": pageable memory is staged before the call returns, for which the driver may synchronize with
+// the stream; page-locked memory is read when the copy runs.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemcpyHtoDAsync_v2(
     to: u64,
@@ -66,9 +67,19 @@ pub(crate) extern "C" fn cuMemcpyHtoDAsync_v2(
         let enqueued = enqueue(call, stream, |_| Work::Run(Box::new(copy)));
         return status(enqueued.map(|mark| host::note(from, site, mark)));
     }
+    let call = format!("cuMemcpyHtoDAsync of {len} bytes");
+    if len > STAGED {
+        match enter_on(call.as_str(), stream) {
+            Ok((mut sim, _, site, id)) => {
+                let tail = sim.tail(id);
+                wait_for_marks(&mut sim, &site, &[tail]);
+            }
+            Err(error) => return error,
+        }
+    }
     let staged = array(from.cast::<u8>(), len);
     let work = |_| Work::Run(Box::new(move |exec| exec.write(to, &staged)));
-    status(enqueue(format!("cuMemcpyHtoDAsync of {len} bytes"), stream, work).map(|_| ()))
+    status(enqueue(call, stream, work).map(|_| ()))
 }
 
 // "API synchronization behavior": a copy to pageable memory returns when it is complete.
@@ -89,7 +100,7 @@ pub(crate) extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, len: u
                 fill(to.cast::<u8>(), &data);
                 Ok(())
             }
-            _ => Err(code::INVALID_VALUE),
+            _ => Err(code::ILLEGAL_ADDRESS),
         }
     }))
 }

@@ -27,6 +27,7 @@ pub(crate) mod code {
     pub(crate) const INVALID_HANDLE: i32 = 400;
     pub(crate) const NOT_FOUND: i32 = 500;
     pub(crate) const NOT_READY: i32 = 600;
+    pub(crate) const ILLEGAL_ADDRESS: i32 = 700;
     pub(crate) const NOT_PERMITTED: i32 = 800;
 }
 
@@ -42,7 +43,14 @@ pub(crate) fn enter(call: impl Into<String>) -> Result<(Locked, usize, Arc<Site>
     }
     // "Context Management": a call without a current context is an error.
     let device = current_device().ok_or(code::INVALID_CONTEXT)?;
-    Ok((lock(), device, Site::here(call)))
+    let sim = lock();
+    check(&sim, device)?;
+    Ok((sim, device, Site::here(call)))
+}
+
+/// "CUDA_ERROR_ILLEGAL_ADDRESS": all further work of the context returns the same error.
+fn check(sim: &Sim, device: usize) -> Result<(), i32> {
+    if sim.memory.is_broken(device) { Err(code::ILLEGAL_ADDRESS) } else { Ok(()) }
 }
 
 /// As [`enter`], and returns the stream of a handle.
@@ -54,6 +62,7 @@ fn enter_on(call: impl Into<String>, stream: u64) -> Result<(Locked, usize, Arc<
     };
     // Work goes to the device of the stream.
     let device = sim.stream(id).map_or(device, |stream| stream.device);
+    check(&sim, device)?;
     Ok((sim, device, site, id))
 }
 
@@ -72,6 +81,7 @@ pub(crate) fn enqueue(
     sim.timeline.launches();
     let mark = sim.enqueue(id, site, Vec::new(), work(device));
     sim.after_call();
+    check(&sim, device)?;
     Ok(mark)
 }
 
@@ -80,3 +90,6 @@ fn synchronize(sim: &mut Locked, site: &Arc<Site>, marks: &[Mark]) {
     wait(sim, site, |_| marks.iter().all(Mark::is_passed));
     marks.iter().for_each(|mark| sim.saw(mark));
 }
+
+/// The largest copy from pageable memory that never waits for its stream ("API synchronization behavior").
+const STAGED: usize = 64 << 10;

@@ -1,18 +1,39 @@
 //! Streams and host functions.
-use super::{code, enqueue, enter, enter_on, status, synchronize};
+use super::{check, code, enqueue, enter, enter_on, status, synchronize};
 use crate::abi::put;
 use crate::engine::{HostCall, StreamKind, Work};
 use std::ffi::{c_int, c_uint, c_void};
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuStreamCreate(to: *mut u64, flags: c_uint) -> c_int {
+    cuStreamCreateWithPriority(to, flags, LEAST)
+}
+
+/// The priorities of streams; the lower number goes first.
+const LEAST: c_int = 0;
+const GREATEST: c_int = -5;
+
+// "cuStreamCreateWithPriority": a priority outside of the range is moved into it.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuStreamCreateWithPriority(to: *mut u64, flags: c_uint, priority: c_int) -> c_int {
     let kind = if flags == 0 { StreamKind::Blocking } else { StreamKind::NonBlocking };
-    status(enter("cuStreamCreate").map(|(mut sim, device, _)| put(to, sim.create(device, kind))))
+    let priority = priority.clamp(GREATEST, LEAST);
+    status(enter("cuStreamCreate").map(|(mut sim, device, _)| put(to, sim.create(device, kind, priority))))
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuStreamCreateWithPriority(to: *mut u64, flags: c_uint, _priority: c_int) -> c_int {
-    cuStreamCreate(to, flags)
+pub(crate) extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) -> c_int {
+    status(enter("cuCtxGetStreamPriorityRange").map(|_| {
+        put(least, LEAST);
+        put(greatest, GREATEST);
+    }))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuStreamGetPriority(stream: u64, to: *mut c_int) -> c_int {
+    status(enter_on("cuStreamGetPriority", stream).map(|(mut sim, _, _, id)| {
+        put(to, sim.stream(id).map_or(LEAST, |stream| stream.priority));
+    }))
 }
 
 #[unsafe(no_mangle)]
@@ -23,9 +44,10 @@ pub(crate) extern "C" fn cuStreamDestroy_v2(stream: u64) -> c_int {
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuStreamSynchronize(stream: u64) -> c_int {
     crate::tally::count("cuStreamSynchronize");
-    status(enter_on("cuStreamSynchronize", stream).map(|(mut sim, _, site, id)| {
+    status(enter_on("cuStreamSynchronize", stream).and_then(|(mut sim, device, site, id)| {
         let tail = sim.tail(id);
         synchronize(&mut sim, &site, &[tail]);
+        check(&sim, device)
     }))
 }
 

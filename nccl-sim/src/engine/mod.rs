@@ -1,13 +1,15 @@
 //! The simulated machine: its streams, events, memory and communicators.
 mod chance;
 mod exec;
+mod queues;
 mod schedule;
 mod stream;
 mod timeline;
 
 pub(crate) use chance::Random;
 pub(crate) use exec::Exec;
-pub(crate) use schedule::{keep_running, wait};
+pub(crate) use queues::HardwareQueue;
+pub(crate) use schedule::{keep_running, wait, wait_for_device, wait_for_marks};
 pub(crate) use stream::{Event, HostCall, StreamKind, Work};
 pub(crate) use timeline::{Effort, Timeline};
 
@@ -16,11 +18,12 @@ use crate::clock::{Clock, Mark};
 use crate::memory::Memory;
 use crate::nccl::Comms;
 use crate::report::{Kind, Site, fault};
-use crate::settings;
+use crate::settings::{self, Rules};
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use queues::HardwareQueues;
 use schedule::Policy;
 use std::cell::Cell;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, LazyLock};
 use stream::{Op, Stream};
 
@@ -42,8 +45,15 @@ pub(crate) struct Sim {
     policy: Policy,
     /// How many operations have run or been enqueued.
     pub(crate) progress: u64,
-    /// The NCCL kernels that run now on each device.
-    running: Vec<usize>,
+    /// What the cards and NCCL are like.
+    pub(crate) rules: Rules,
+    /// The kernels that were launched on a device.
+    pub(crate) loaded: HashSet<(usize, u64)>,
+    /// The release thresholds of the memory pools of devices.
+    pub(crate) thresholds: HashMap<usize, u64>,
+    queues: HardwareQueues,
+    /// How many CTAs NCCL's kernels hold on each device.
+    held: Vec<usize>,
 }
 
 static SIM: LazyLock<Mutex<Sim>> = LazyLock::new(|| Mutex::new(Sim::new(settings::seed())));
@@ -80,7 +90,11 @@ impl Sim {
             next: 0x1000,
             policy: Policy::of(seed),
             progress: 0,
-            running: vec![0; settings::get().gpus],
+            rules: Rules::of_process(),
+            loaded: HashSet::new(),
+            thresholds: HashMap::new(),
+            queues: HardwareQueues::default(),
+            held: vec![0; settings::get().gpus],
         }
     }
 
@@ -103,8 +117,19 @@ impl Sim {
         self.next
     }
 
-    pub(crate) fn create(&mut self, device: usize, kind: StreamKind) -> u64 {
-        let (id, priority) = (self.handle(), self.random.below(1 << 20));
+    /// Deals a hardware queue to a stream of the default priority that NCCL makes for itself.
+    pub(crate) fn deal(&mut self, device: usize) -> HardwareQueue {
+        self.queues.deal(device, 0, self.rules.queues)
+    }
+
+    /// Lets the stream that has a hardware queue wait for a point.
+    pub(crate) fn park(&mut self, queue: HardwareQueue, mark: &Mark) {
+        self.queues.park(queue, mark.clone());
+    }
+
+    pub(crate) fn create(&mut self, device: usize, kind: StreamKind, priority: i32) -> u64 {
+        let (id, turn) = (self.handle(), self.random.below(1 << 20));
+        let line = self.queues.deal(device, priority, self.rules.queues);
         // An agent goes on with the time of its last stream, so its operations keep their numbers.
         let (agent, time) = self.retired[1].pop().unwrap_or((self.agents, 0));
         self.agents = self.agents.max(agent + 1);
@@ -120,7 +145,9 @@ impl Sim {
             tail,
             gap: None,
             destroyed: false,
+            turn,
             priority,
+            line,
             agent,
             free: 0.0,
         };
@@ -139,7 +166,7 @@ impl Sim {
         if let Some(&id) = self.implicit.get(&(device, kind)) {
             return Some(id);
         }
-        let id = self.create(device, kind);
+        let id = self.create(device, kind, 0);
         self.implicit.insert((device, kind), id);
         Some(id)
     }
@@ -206,7 +233,11 @@ impl Sim {
         let (host, mark) = (self.host.clone(), Mark::default());
         if let Some(stream) = self.streams.get_mut(&id) {
             stream.tail = mark.clone();
-            stream.queue.push_back(Op { site, host, waits, work, mark: mark.clone(), issued });
+            let is_issued = !work.is_queued();
+            if !is_issued {
+                self.queues.add(stream.line, id);
+            }
+            stream.queue.push_back(Op { site, host, waits, work, mark: mark.clone(), is_issued, issued });
         }
         self.progress += 1;
         mark

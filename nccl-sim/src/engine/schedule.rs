@@ -32,17 +32,31 @@ impl Policy {
 }
 
 impl Sim {
-    /// Returns whether the first operation of a stream can run.
-    fn is_ready(&self, stream: &Stream) -> bool {
+    /// Returns whether the first operation of a stream can be issued, or can run.
+    fn is_ready(&self, id: u64, stream: &Stream) -> bool {
         let Some(op) = stream.queue.front() else { return false };
         if !op.waits.iter().all(Mark::is_passed) {
             return false;
         }
-        match &op.work {
+        if !op.is_issued {
+            return self.queues.head(stream.line) == Some(id);
+        }
+        self.can_run(stream.device, &op.work)
+    }
+
+    /// Returns how many CTAs of a device are free.
+    fn room(&self, device: usize) -> usize {
+        self.rules.ctas.saturating_sub(self.held[device])
+    }
+
+    /// Returns whether a device that has been given this work can go on with it.
+    fn can_run(&self, device: usize, work: &Work) -> bool {
+        match work {
             Work::Nccl(launch) => {
-                let room = self.running[stream.device] < settings::get().capacity;
-                self.comms.can_advance(launch, room)
+                self.comms.can_advance(launch, launch.ctas == launch.held || self.room(device) > 0)
             }
+            // It takes as many as there are.
+            Work::Kernel(_) => self.room(device) > 0,
             _ => true,
         }
     }
@@ -52,7 +66,16 @@ impl Sim {
         let Some(stream) = self.streams.get_mut(&id) else { return };
         let Some(mut op) = stream.queue.pop_front() else { return };
         self.progress += 1;
-        let (device, agent) = (stream.device, stream.agent);
+        let (device, agent, line) = (stream.device, stream.agent, stream.line);
+        if !std::mem::replace(&mut op.is_issued, true) {
+            self.queues.take(line);
+        }
+        if !self.can_run(device, &op.work) {
+            self.streams.entry(id).and_modify(|stream| stream.queue.push_front(op));
+            return;
+        }
+        let room = self.room(device);
+        let Some(stream) = self.streams.get_mut(&id) else { return };
         let mut clock = stream.clock.clone();
         {
             let clock = Arc::make_mut(&mut clock);
@@ -69,7 +92,7 @@ impl Sim {
         let mut again = false;
         match op.work {
             Work::Nothing => {}
-            Work::Run(run) => {
+            Work::Run(run) | Work::Kernel(run) => {
                 let who = Accessor { clock: &clock, agent, site: &op.site };
                 let mut exec = Exec { memory: &mut self.memory, who, device, effort: Effort::default() };
                 run(&mut exec);
@@ -83,13 +106,14 @@ impl Sim {
                 op.work = Work::Nothing;
             }
             Work::Nccl(ref mut launch) => {
-                let started = launch.started;
+                // Blocks of a kernel come to a device as it has room, and hold it while they wait for the others.
+                let taken = room.min(launch.ctas - launch.held);
+                launch.held += taken;
+                self.held[device] += taken;
                 let work = (&mut self.memory, &mut clock, &mut at, &mut self.timeline);
                 again = !self.comms.advance(launch, work, agent, device, &op.site);
-                match (started, again) {
-                    (false, true) => self.running[device] += 1,
-                    (true, false) => self.running[device] -= 1,
-                    _ => {}
+                if !again {
+                    self.held[device] -= launch.held;
                 }
             }
         }
@@ -108,18 +132,22 @@ impl Sim {
 
     /// Runs one operation. Returns whether there was one that could run.
     pub(crate) fn step(&mut self) -> bool {
-        let ready: Vec<u64> =
-            self.streams.iter().filter(|(_, stream)| self.is_ready(stream)).map(|(&id, _)| id).collect();
+        let ready: Vec<u64> = self
+            .streams
+            .iter()
+            .filter(|(id, stream)| self.is_ready(**id, stream))
+            .map(|(&id, _)| id)
+            .collect();
         if ready.is_empty() {
             return false;
         }
         let at = match self.policy {
             Policy::Priorities => {
-                let chosen = ready.iter().max_by_key(|id| self.streams.get(id).map(|stream| stream.priority));
+                let chosen = ready.iter().max_by_key(|id| self.streams.get(id).map(|stream| stream.turn));
                 let chosen = *chosen.unwrap_or(&ready[0]);
                 if self.random.below(16) == 0 {
-                    let priority = self.random.below(1 << 20);
-                    self.streams.entry(chosen).and_modify(|stream| stream.priority = priority);
+                    let turn = self.random.below(1 << 20);
+                    self.streams.entry(chosen).and_modify(|stream| stream.turn = turn);
                 }
                 chosen
             }
@@ -159,12 +187,17 @@ impl Sim {
     fn blocked(&self) -> String {
         let heads = self.streams.iter().filter_map(|(id, stream)| Some((id, stream, stream.queue.front()?)));
         let line = |(id, stream, op): (&u64, &Stream, &Op)| {
+            let (device, _, queue) = stream.line;
             let why = match &op.work {
+                _ if !op.waits.iter().all(Mark::is_passed) => "another stream".to_string(),
+                _ if !op.is_issued => format!("what is before it in hardware queue {queue}"),
                 Work::Nccl(launch) if launch.started => self.comms.lacks(launch),
-                Work::Nccl(_) => "no room on the device".to_string(),
-                _ => "another stream".to_string(),
+                Work::Nccl(launch) => {
+                    format!("{} CTAs of {}", launch.ctas - launch.held, self.rules.ctas)
+                }
+                _ => "a CTA".to_string(),
             };
-            format!("\n  GPU {} stream {id:#x} {:?}: {} waits for {why}", stream.device, stream.kind, op.site)
+            format!("\n  GPU {device} stream {id:#x} {:?}: {} waits for {why}", stream.kind, op.site)
         };
         heads.map(line).collect()
     }
@@ -191,6 +224,19 @@ pub(crate) fn wait(sim: &mut MutexGuard<'static, Sim>, what: &Arc<Site>, mut don
             die("ended after a deadlock");
         }
     }
+}
+
+/// Waits for work because CUDA may, in a call that does not promise it: the host has seen nothing afterwards.
+pub(crate) fn wait_for_marks(sim: &mut MutexGuard<'static, Sim>, what: &Arc<Site>, marks: &[Mark]) {
+    if sim.rules.waits {
+        wait(sim, what, |_| marks.iter().all(Mark::is_passed));
+    }
+}
+
+/// As [`wait_for_marks`], for all work of a device.
+pub(crate) fn wait_for_device(sim: &mut MutexGuard<'static, Sim>, device: usize, what: &Arc<Site>) {
+    let tails = sim.tails(device);
+    wait_for_marks(sim, what, &tails);
 }
 
 /// Starts a thread that advances the streams, for processes that wait for each other.

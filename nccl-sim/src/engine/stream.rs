@@ -1,5 +1,5 @@
 //! Streams: queues of operations, with the events that mark points in them.
-use super::Exec;
+use super::{Exec, HardwareQueue};
 use crate::abi::Thread;
 use crate::clock::{Clock, Mark};
 use crate::nccl::Launch;
@@ -19,11 +19,20 @@ pub(crate) enum StreamKind {
 
 /// What an operation does when its turn comes.
 pub(crate) enum Work {
-    /// Only marks a point.
+    /// Only marks a point, or waits.
     Nothing,
+    /// A copy, or memory that begins or ends: no kernel.
     Run(Box<dyn FnOnce(&mut Exec<'_>) + Send>),
+    Kernel(Box<dyn FnOnce(&mut Exec<'_>) + Send>),
     Host(HostCall),
     Nccl(Box<Launch>),
+}
+
+impl Work {
+    /// Returns whether the work takes its place in a hardware queue.
+    pub(super) fn is_queued(&self) -> bool {
+        !matches!(self, Self::Run(_))
+    }
 }
 
 /// A host function with its argument.
@@ -36,6 +45,8 @@ pub(super) struct Op {
     pub(super) waits: Vec<Mark>,
     pub(super) work: Work,
     pub(super) mark: Mark,
+    /// Whether the hardware queue has given it to the device, or it takes none.
+    pub(super) is_issued: bool,
     /// The time of the call on the timeline.
     pub(super) issued: f64,
 }
@@ -50,7 +61,11 @@ pub(crate) struct Stream {
     /// The NCCL call that is still being enqueued by NCCL's thread; nothing else may be put on the stream.
     pub(crate) gap: Option<Arc<Site>>,
     pub(super) destroyed: bool,
-    pub(super) priority: u64,
+    /// Where among the streams the seed puts it.
+    pub(super) turn: u64,
+    /// CUDA's priority of it.
+    pub(crate) priority: i32,
+    pub(super) line: HardwareQueue,
     /// The position among the agents of clocks.
     pub(super) agent: usize,
     /// The end of its work so far on the timeline.

@@ -19,6 +19,12 @@ pub(crate) enum Topic {
     Sent,
     /// A member waits for a message of another.
     Awaited,
+    /// A member connects for an algorithm.
+    Algorithm,
+    /// A member connects to send to another.
+    Sender,
+    /// A member connects to receive from another.
+    Receiver,
 }
 
 /// The name of a message: unique among all communicators and calls.

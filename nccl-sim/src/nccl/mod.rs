@@ -3,20 +3,21 @@
 //! Rules: NCCL User Guide, "Creating a Communicator", "Group Calls", "Thread Safety" and the API; the section is named
 //! where a rule is applied.
 pub(crate) mod api;
+mod connect;
 mod exchange;
 mod init;
 mod part;
 
 use crate::abi::{Thread, thread};
 use crate::clock::{Clock, Mark};
-use crate::engine::{Sim, StreamKind, Timeline, Work};
+use crate::engine::{HardwareQueue, Sim, StreamKind, Timeline, Work};
 use crate::memory::{Accessor, Memory, NOISE};
 use crate::report::{Kind, Site, fault};
 use crate::settings::{self, Wrong};
 use exchange::{Exchange, Key};
 pub(crate) use part::Part;
 use std::cell::Cell;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -67,6 +68,17 @@ struct Comm {
     collectives: u64,
     sends: HashMap<usize, u64>,
     receives: HashMap<usize, u64>,
+    /// The connections that it has, or has asked for.
+    connected: HashSet<Key>,
+    /// Whether algorithms are connected at their first call, not by the init (`NCCL_RUNTIME_CONNECT`).
+    connects_in_calls: bool,
+    /// Whether members may share a GPU (`NCCL_MULTI_RANK_GPU_ENABLE`).
+    multi_rank: bool,
+    /// The most CTAs of a kernel, by its configuration, and how many its kernels have.
+    max_ctas: usize,
+    ctas: usize,
+    /// The hardware queue of its own stream, which waits for each of its kernels (`ncclLaunchFinish`).
+    queue: HardwareQueue,
 }
 
 /// One group of calls on one communicator: one kernel.
@@ -74,15 +86,18 @@ pub(crate) struct Launch {
     pub(crate) shared: Arc<Shared>,
     pub(crate) parts: Vec<Part>,
     pub(crate) started: bool,
+    /// How many CTAs its kernel has, and how many of them are on the device.
+    pub(crate) ctas: usize,
+    pub(crate) held: usize,
     /// What the calls need from other members, and how much of it was there at the last look.
     needs: Vec<Key>,
     there: Cell<usize>,
 }
 
 impl Launch {
-    fn new(shared: Arc<Shared>, parts: Vec<Part>) -> Self {
+    fn new(shared: Arc<Shared>, parts: Vec<Part>, ctas: usize) -> Self {
         let needs = parts.iter().flat_map(|part| part.needs(&shared)).collect();
-        Self { shared, parts, started: false, needs, there: Cell::new(0) }
+        Self { shared, parts, started: false, ctas, held: 0, needs, there: Cell::new(0) }
     }
 }
 
@@ -96,6 +111,8 @@ struct Due {
     gaps: Vec<u64>,
     device: usize,
     polls: u64,
+    /// The connections of other members that it waits for.
+    connects: Vec<Key>,
     site: Arc<Site>,
     /// The time of the call on the timeline.
     issued: f64,
@@ -112,6 +129,18 @@ pub(crate) struct Comms {
     last_error: String,
     /// How many calls the process has made.
     calls: u64,
+    /// The members of each communicator in this process.
+    members: HashMap<u64, Members>,
+    /// The factors of the reductions that a program has made, by communicator and number.
+    scales: HashMap<(u64, i32), f64>,
+}
+
+/// The members of a communicator in this process.
+#[derive(Default)]
+struct Members {
+    devices: Vec<usize>,
+    /// How many were destroyed or aborted.
+    gone: usize,
 }
 
 impl Comms {
@@ -133,6 +162,8 @@ impl Comms {
     /// Forgets the communicators and messages of earlier worlds.
     pub(crate) fn forget(&mut self) {
         self.gone.clear();
+        self.members.clear();
+        self.scales.clear();
         self.exchange.forget();
     }
 
@@ -195,6 +226,9 @@ impl Comms {
             }
             return true;
         }
+        if launch.held < launch.ctas {
+            return false;
+        }
         if !launch.started {
             launch.started = true;
             self.check_access(launch, memory, device, site);
@@ -203,7 +237,7 @@ impl Comms {
                 let data = part.input(&shared).map(|(address, len)| {
                     let known = memory.note_read(address, len, device, &who);
                     let bytes = if known { memory.peek(address, len, device, &who) } else { None };
-                    bytes.map_or(vec![NOISE; len], <[u8]>::to_vec)
+                    part.scaled(bytes.map_or(vec![NOISE; len], <[u8]>::to_vec))
                 });
                 let data = data.unwrap_or_default();
                 self.exchange.put(part.announces(&shared), part.head(site), data, (clock.clone(), *at));
@@ -235,19 +269,26 @@ impl Comms {
                     polls => State::Joining(polls - 1),
                 };
                 if comm.state == State::Ready
-                    && let Some(why) = init::refusal(&self.exchange, &comm.shared)
+                    && let Some(why) = init::refusal(&self.exchange, comm)
                 {
                     comm.state = State::Refused;
                     self.last_error = why;
                 }
+                comm.ctas = init::ctas(&self.exchange, &comm.shared).min(comm.max_ctas);
             }
         }
         self.due.iter_mut().for_each(|due| due.polls = due.polls.saturating_sub(1));
     }
 
+    /// Returns the position of a launch whose time has come, and whose members are connected.
+    fn next_due(&self) -> Option<usize> {
+        let is_there = |key: &Key| self.exchange.has(*key);
+        self.due.iter().position(|due| due.polls == 0 && due.connects.iter().all(is_there))
+    }
+
     /// Puts the launches on their streams whose time has come.
     pub(crate) fn launch_due(sim: &mut Sim) {
-        while let Some(at) = sim.comms.due.iter().position(|due| due.polls == 0) {
+        while let Some(at) = sim.comms.next_due() {
             let due = sim.comms.due.remove(at);
             for id in &due.gaps {
                 if let Some(stream) = sim.stream(*id) {
@@ -296,7 +337,9 @@ fn launch(sim: &mut Sim, comm: u64, launch: Launch, streams: &[u64], site: Arc<S
         sim.append(other, site.clone(), vec![mark.clone()], Work::Nothing, issued);
     }
     if let Some(comm) = sim.comms.comms.get_mut(&comm) {
-        comm.last = Some(mark);
+        comm.last = Some(mark.clone());
+        let queue = comm.queue;
+        sim.park(queue, &mark);
     }
 }
 

@@ -26,8 +26,10 @@ pub(crate) struct Part {
     pub(crate) recv: u64,
     pub(crate) count: usize,
     pub(crate) dtype: Type,
-    /// `ncclRedOp_t`: sum, product, max, min, average.
+    /// `ncclRedOp_t`: sum, product, max, min, average, or the sum of scaled numbers.
     pub(crate) op: i32,
+    /// What this member multiplies its numbers by ("ncclRedOpCreatePreMulSum").
+    pub(crate) scale: Option<f64>,
     /// The root, or the peer.
     pub(crate) root: usize,
     /// The number of the call among those with which it is matched.
@@ -35,8 +37,16 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.count * self.dtype.size()
+    }
+
+    /// Returns what the call sends of the memory that it reads.
+    pub(crate) fn scaled(&self, data: Vec<u8>) -> Vec<u8> {
+        let Some(scale) = self.scale else { return data };
+        with_type!(self.dtype, T => {
+            bytes(elements::<T>(&data).into_iter().map(|x| Element::mul(x, T::from_float(scale))))
+        })
     }
 
     fn is_message(&self) -> bool {

@@ -3,28 +3,28 @@ use super::*;
 use crate::nccl::api::*;
 use crate::nccl::code;
 
-const F32: i32 = 7;
+pub(super) const F32: i32 = 7;
 
 /// A rank: its communicator and its stream.
-struct Rank {
-    gpu: i32,
-    comm: u64,
-    stream: u64,
+pub(super) struct Rank {
+    pub(super) gpu: i32,
+    pub(super) comm: u64,
+    pub(super) stream: u64,
 }
 
 impl Rank {
-    fn state(&self) -> i32 {
+    pub(super) fn state(&self) -> i32 {
         let mut state = 0;
         assert_eq!(ncclCommGetAsyncError(self.comm, &mut state), 0);
         state
     }
 
-    fn enter(&self) {
+    pub(super) fn enter(&self) {
         use_gpu(self.gpu);
     }
 
     /// Returns a buffer that holds the values.
-    fn with(&self, values: &[f32]) -> u64 {
+    pub(super) fn with(&self, values: &[f32]) -> u64 {
         self.enter();
         let x = alloc(values.len(), self.stream);
         upload(x, values, self.stream);
@@ -33,7 +33,7 @@ impl Rank {
 }
 
 /// Makes `n` ranks with a GPU each, which may access each other's memory.
-fn ranks(n: i32) -> Vec<Rank> {
+pub(super) fn ranks(n: i32) -> Vec<Rank> {
     for (owner, device) in (0..n).flat_map(|owner| (0..n).map(move |device| (owner, device))) {
         open_pool(owner, device);
     }
@@ -49,32 +49,46 @@ fn open_pool(owner: i32, device: i32) {
 
 /// Makes `n` ranks with a GPU each.
 fn closed_ranks(n: i32) -> Vec<Rank> {
+    ranks_on(&(0..n).collect::<Vec<_>>())
+}
+
+/// Makes a rank on each of these GPUs.
+pub(super) fn ranks_on(gpus: &[i32]) -> Vec<Rank> {
     let mut id = UniqueId { internal: [0; 128] };
     ncclGetUniqueId(&mut id);
-    let join = |gpu| {
+    let join = |(rank, &gpu): (usize, &i32)| {
         use_gpu(gpu);
-        let mut config = Config { size: 0, magic: 0xcafe_beef, version: 23000, blocking: 0 };
-        let mut comm = 0;
-        assert_eq!(ncclCommInitRankConfig(&mut comm, n, id, gpu, &mut config), code::IN_PROGRESS);
+        let mut config = Config {
+            size: 0,
+            magic: 0xcafe_beef,
+            version: 23000,
+            blocking: 0,
+            cga_cluster_size: i32::MIN,
+            min_ctas: i32::MIN,
+            max_ctas: i32::MIN,
+        };
+        let (mut comm, size) = (0, gpus.len() as i32);
+        let begun = ncclCommInitRankConfig(&mut comm, size, id, rank as i32, &mut config);
+        assert_eq!(begun, code::IN_PROGRESS);
         Rank { gpu, comm, stream: stream() }
     };
-    let ranks: Vec<Rank> = (0..n).map(join).collect();
+    let ranks: Vec<Rank> = gpus.iter().enumerate().map(join).collect();
     ready(&ranks);
     ranks
 }
 
 /// Waits until NCCL has enqueued all calls.
-fn ready(ranks: &[Rank]) {
+pub(super) fn ready(ranks: &[Rank]) {
     while ranks.iter().any(|rank| rank.state() == code::IN_PROGRESS) {}
 }
 
-fn all_reduce(rank: &Rank, x: u64, floats: usize, op: i32) {
+pub(super) fn all_reduce(rank: &Rank, x: u64, floats: usize, op: i32) {
     rank.enter();
     assert_eq!(ncclAllReduce(x, x, floats, F32, op, rank.comm, rank.stream), code::IN_PROGRESS);
 }
 
 /// Waits for the streams of all GPUs, and ends on GPU 0.
-fn finish(ranks: &[Rank]) {
+pub(super) fn finish(ranks: &[Rank]) {
     for rank in ranks.iter().rev() {
         rank.enter();
         cuCtxSynchronize();
@@ -113,6 +127,31 @@ fn ranks_that_differ_get_wrong_data_and_are_accused() {
         };
         assert_eq!(faults(program), [Kind::Mismatch]);
     }
+}
+
+#[test]
+fn each_member_may_scale_its_numbers_before_a_sum() {
+    let program = || {
+        let ranks = ranks(2);
+        let buffers: Vec<u64> = ranks.iter().map(|rank| rank.with(&[1.0; 5])).collect();
+        for (rank, &x) in ranks.iter().zip(&buffers) {
+            let (mut op, factor) = (0, [2f32, 0.5][rank.gpu as usize]);
+            let made = ncclRedOpCreatePreMulSum(&mut op, (&raw const factor).cast(), F32, 1, rank.comm);
+            assert_eq!(made, 0);
+            all_reduce(rank, x, 5, op);
+            assert_eq!((ncclRedOpDestroy(op, rank.comm), ncclRedOpDestroy(op, rank.comm)), (0, 4));
+        }
+        ready(&ranks);
+        for (rank, &x) in ranks.iter().zip(&buffers).rev() {
+            rank.enter();
+            assert_eq!(download(x, 5, rank.stream), [2.5; 5]);
+        }
+        assert_eq!(
+            ncclAllReduce(buffers[0], buffers[0], 5, F32, 5, ranks[0].comm, 0),
+            code::INVALID_ARGUMENT
+        );
+    };
+    assert_eq!(faults(program), []);
 }
 
 #[test]

@@ -2,10 +2,15 @@
 //! several seeds, so eagerly, lazily and in random orders.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod collectives;
+mod connect;
+mod parameters;
+mod queues;
 mod streams;
+mod waits;
 
 use crate::driver::*;
 use crate::report::{Kind, take};
+use crate::settings::{Loads, NcclVariables, Rules};
 use parking_lot::Mutex;
 use std::ffi::c_void;
 
@@ -19,6 +24,7 @@ fn faults(program: impl Fn()) -> Vec<Kind> {
     let mut found: Vec<Vec<Kind>> = Vec::new();
     for seed in 0..12 {
         crate::engine::reset(seed);
+        change_rules(|_| ());
         use_gpu(0);
         program();
         cuCtxSynchronize();
@@ -32,6 +38,19 @@ fn faults(program: impl Fn()) -> Vec<Kind> {
     all.sort_by_key(|kind| *kind as u8);
     all.dedup();
     all
+}
+
+/// Changes the rules of the machine, in which all communicators connect when they are made and members may share a GPU.
+fn change_rules(change: impl FnOnce(&mut Rules)) {
+    let mut sim = crate::engine::lock();
+    let nccl = NcclVariables { runtime_connect: false, max_ctas: None, multi_rank: true };
+    sim.rules = Rules { queues: 8, ctas: 132, waits: true, loads: Loads::Module, nccl: Some(nccl) };
+    change(&mut sim.rules);
+}
+
+/// Polls for a while. Returns whether an event is passed.
+fn passes(event: u64) -> bool {
+    (0..500).any(|_| cuEventQuery(event) == 0)
 }
 
 fn use_gpu(gpu: i32) {

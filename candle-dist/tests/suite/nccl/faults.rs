@@ -125,7 +125,7 @@ fn try_every(name: &str, fault: &str, step: usize, is_right: impl Fn(&str) -> bo
     unreachable!("a program has an end")
 }
 
-fn is_simulated() -> bool {
+pub(super) fn is_simulated() -> bool {
     let is_simulated = std::env::var("CANDLE_TEST_BACKEND").is_ok_and(|backend| backend == "nccl-sim");
     let enough = over_nccl()
         && std::env::var("SIM_GPUS").is_ok_and(|gpus| gpus.parse().is_ok_and(|n: usize| n >= RANKS));

@@ -1,6 +1,7 @@
 //! The NCCL backend on GPUs: what one GPU, or a lucky order of the streams, would not show.
 //!
 //! `scripts/nccl-sim.sh nccl` runs these on simulated GPUs.
+mod cards;
 mod copies;
 #[cfg(feature = "nccl")]
 mod costs;

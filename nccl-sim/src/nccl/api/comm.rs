@@ -1,10 +1,10 @@
 //! The life of communicators.
 use crate::abi::{self, put};
-use crate::engine::{Sim, lock, wait};
-use crate::nccl::init::{ID_BYTES, unique_id};
+use crate::engine::{Sim, lock, wait, wait_for_device};
+use crate::nccl::init::{ID_BYTES, InitConfig, MAX_CHANNELS, unique_id};
 use crate::nccl::{Due, State, code};
 use crate::report::{Kind, Site, fault};
-use crate::settings::Wrong;
+use crate::settings::{Wrong, nccl_variables};
 use parking_lot::MutexGuard;
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int};
@@ -25,7 +25,14 @@ pub(crate) struct Config {
     pub(crate) magic: u32,
     pub(crate) version: u32,
     pub(crate) blocking: c_int,
+    pub(crate) cga_cluster_size: c_int,
+    pub(crate) min_ctas: c_int,
+    pub(crate) max_ctas: c_int,
 }
+
+/// `NCCL_CONFIG_UNDEF_INT`.
+const UNDEFINED: c_int = c_int::MIN;
+
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
     put(version, 23007);
@@ -75,13 +82,14 @@ pub(crate) extern "C" fn ncclCommInitRankConfig(
     config: *mut Config,
 ) -> c_int {
     let site = Site::here("ncclCommInitRankConfig");
-    // The configuration: size and magic are checked, and `blocking` is 0, 1 or undefined.
-    let blocking = abi::with(config, |config| {
-        let undefined = config.blocking == i32::MIN;
-        (config.magic == 0xcafe_beef && (undefined || (0..2).contains(&config.blocking)))
-            .then_some(config.blocking != 0)
+    // The configuration: the magic is checked, `blocking` is 0, 1 or undefined, and `maxCTAs` is positive or undefined.
+    let said = abi::with(config, |config| {
+        let is_flag = config.blocking == UNDEFINED || (0..2).contains(&config.blocking);
+        let is_count = config.max_ctas == UNDEFINED || config.max_ctas > 0;
+        (config.magic == 0xcafe_beef && is_flag && is_count)
+            .then_some((config.blocking != 0, usize::try_from(config.max_ctas).ok()))
     });
-    let Some(blocking) = blocking.unwrap_or(Some(true)) else { return code::INVALID_ARGUMENT };
+    let Some((blocking, asked)) = said.unwrap_or(Some((true, None))) else { return code::INVALID_ARGUMENT };
     if size < 1 || rank < 0 || rank >= size || super::group::is_open() {
         return code::INVALID_ARGUMENT;
     }
@@ -93,7 +101,15 @@ pub(crate) extern "C" fn ncclCommInitRankConfig(
     if sim.comms.comms.is_empty() {
         sim.begin_world();
     }
-    sim.comms.join(handle, &id.internal, [rank as usize, size as usize], device, blocking, polls);
+    let variables = sim.rules.nccl.unwrap_or_else(nccl_variables);
+    // `envConfigOverride` (`init.cc`): the variable replaces the configuration.
+    let max_ctas = variables.max_ctas.or(asked).unwrap_or(MAX_CHANNELS).min(MAX_CHANNELS);
+    // Its streams for the device and for the host (`initTransportsRank`), which nothing is put on here.
+    let queue = sim.deal(device);
+    sim.deal(device);
+    let (connects_in_calls, multi_rank) = (variables.runtime_connect, variables.multi_rank);
+    let config = InitConfig { blocking, polls, max_ctas, connects_in_calls, multi_rank, queue };
+    sim.comms.join(handle, &id.internal, [rank as usize, size as usize], device, config);
     sim.progress += 1;
     if !blocking {
         return code::IN_PROGRESS;
@@ -104,6 +120,17 @@ pub(crate) extern "C" fn ncclCommInitRankConfig(
     state(&mut sim, handle, &site)
 }
 
+/// Ends the process if no kernel of a communicator fits on its device. On a card, each would wait for ever.
+fn check_room(sim: &MutexGuard<'static, Sim>, handle: u64) {
+    let Some(comm) = sim.comms.comms.get(&handle) else { return };
+    let (needed, there) = (comm.ctas, sim.rules.ctas);
+    if needed > there {
+        crate::report::die(&format!(
+            "a kernel of this communicator has {needed} CTAs, and the GPU has {there} (SIM_CTAS): set NCCL_MAX_CTAS or maxCTAs"
+        ));
+    }
+}
+
 /// Returns the state of a communicator as NCCL's code.
 fn state(sim: &mut MutexGuard<'static, Sim>, handle: u64, site: &Arc<Site>) -> c_int {
     let Some(comm) = sim.comms.comms.get(&handle) else { return gone(sim, handle, site) };
@@ -111,7 +138,11 @@ fn state(sim: &mut MutexGuard<'static, Sim>, handle: u64, site: &Arc<Site>) -> c
         return code::REMOTE_ERROR;
     }
     match comm.state {
-        State::Ready | State::Finalized => code::SUCCESS,
+        State::Ready => {
+            check_room(sim, handle);
+            code::SUCCESS
+        }
+        State::Finalized => code::SUCCESS,
         State::Refused => code::INVALID_USAGE,
         State::Joining(_) | State::Enqueuing | State::Finalizing => code::IN_PROGRESS,
     }
@@ -175,10 +206,11 @@ pub(crate) extern "C" fn ncclCommDestroy(comm: u64) -> c_int {
         return code::INVALID_ARGUMENT;
     }
     // Finalizes first if that is not done.
-    let last = found.last.clone();
+    let (last, id) = (found.last.clone(), found.shared.id);
     wait(&mut sim, &site, |_| last.as_ref().is_none_or(|last| last.is_passed()));
     sim.comms.comms.remove(&comm);
-    sim.comms.gone.insert(comm, site);
+    sim.comms.gone.insert(comm, site.clone());
+    reclaim(&mut sim, id, &site);
     code::SUCCESS
 }
 
@@ -188,7 +220,7 @@ pub(crate) extern "C" fn ncclCommAbort(comm: u64) -> c_int {
     let mut sim = lock();
     let Some(found) = sim.comms.comms.remove(&comm) else { return gone(&sim, comm, &site) };
     found.shared.aborted.store(true, Ordering::Relaxed);
-    sim.comms.gone.insert(comm, site);
+    sim.comms.gone.insert(comm, site.clone());
     // What NCCL's thread has not enqueued yet never runs.
     let (dropped, kept) =
         std::mem::take(&mut sim.comms.due).into_iter().partition(|due: &Due| due.comm == comm);
@@ -200,5 +232,22 @@ pub(crate) extern "C" fn ncclCommAbort(comm: u64) -> c_int {
     }
     sim.progress += 1;
     sim.after_call();
+    if !matches!(found.state, State::Joining(_) | State::Refused) {
+        reclaim(&mut sim, found.shared.id, &site);
+    }
     code::SUCCESS
+}
+
+/// `commReclaim` (`init.cc`): the last member of the process to be destroyed or aborted frees what all of them have. `cudaFree` and
+/// `cudaFreeHost` wait for everything on their devices.
+fn reclaim(sim: &mut MutexGuard<'static, Sim>, id: u64, site: &Arc<Site>) {
+    let Some(members) = sim.comms.members.get_mut(&id) else { return };
+    members.gone += 1;
+    if members.gone < members.devices.len() {
+        return;
+    }
+    let devices = sim.comms.members.remove(&id).unwrap_or_default().devices;
+    for device in devices {
+        wait_for_device(sim, device, site);
+    }
 }

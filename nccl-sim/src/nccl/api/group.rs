@@ -1,6 +1,6 @@
 //! Groups of calls, and how they come onto streams.
 use super::comm::gone;
-use crate::engine::lock;
+use crate::engine::{lock, wait};
 use crate::nccl::part::{Call, Part};
 use crate::nccl::{Due, Launch, Shared, State, code, is_per_thread, launch, resolve};
 use crate::report::{Kind, Site, fault};
@@ -134,11 +134,15 @@ fn enqueue(calls: Vec<Queued>) -> c_int {
     let issued = sim.timeline.now();
     let mut result = code::SUCCESS;
     for (comm, calls) in by_comm {
-        let Some(found) = sim.comms.comms.get_mut(&comm) else { continue };
+        let comms = &mut sim.comms;
+        let Some(found) = comms.comms.get_mut(&comm) else { continue };
         let (shared, device, blocking) = (found.shared.clone(), found.device, found.blocking);
         let site = calls[0].site.clone();
         let handles: Vec<u64> = calls.iter().map(|call| call.stream).collect();
-        let work = Launch::new(shared, calls.into_iter().map(|call| call.part).collect());
+        let ctas = found.ctas;
+        let parts: Vec<Part> = calls.into_iter().map(|call| call.part).collect();
+        let connects = found.connect(&parts, &comms.exchange);
+        let work = Launch::new(shared, parts, ctas);
         let streams = resolve(&mut sim, &handles, device, crate::abi::thread(), &site);
         if streams.is_empty() {
             return code::INVALID_ARGUMENT;
@@ -150,6 +154,7 @@ fn enqueue(calls: Vec<Queued>) -> c_int {
             return code::INVALID_ARGUMENT;
         }
         if blocking {
+            wait(&mut sim, &site, |sim| connects.iter().all(|&key| sim.comms.exchange.has(key)));
             launch(&mut sim, comm, work, &streams, site, issued);
             continue;
         }
@@ -171,7 +176,17 @@ fn enqueue(calls: Vec<Queued>) -> c_int {
         let polls = sim.random.below(3);
         // "group.cc": every group of a nonblocking communicator starts a thread.
         crate::tally::count("threads that NCCL starts");
-        let due = Due { comm, launch: work, streams: handles, gaps: streams, device, polls, site, issued };
+        let due = Due {
+            comm,
+            launch: work,
+            streams: handles,
+            gaps: streams,
+            device,
+            polls,
+            connects,
+            site,
+            issued,
+        };
         sim.comms.due.push(due);
         result = code::IN_PROGRESS;
     }
