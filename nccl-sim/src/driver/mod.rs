@@ -1,5 +1,4 @@
 //! The CUDA driver. Rules: CUDA Driver API, by the module named.
-mod attributes;
 mod device;
 mod event;
 mod host;
