@@ -9,6 +9,8 @@
 //! After an elementwise op, candle's threads look for the next one for a third of a millisecond, and take cores from the other pool.
 //! `CANDLE_BARRIER_POOL_SPIN_LIMIT` ends that earlier, and is set with the other two.
 //!
+//! In builds for GPUs it also sets two variables that CUDA and NCCL read at their start ([`GPU`]).
+//!
 //! The environment may change only while no other thread can read it: [`settle`] changes it only if the process has a single
 //! thread, and the caller of [`settle_among_threads`] guarantees it.
 mod cores;
@@ -21,6 +23,17 @@ const VARIABLES: [&str; 2] = ["CANDLE_NUM_THREADS", "RAYON_NUM_THREADS"];
 
 /// How many times a thread of candle's elementwise ops looks for work before it sleeps: some 10 µs.
 const SPIN: (&str, &str) = ("CANDLE_BARRIER_POOL_SPIN_LIMIT", "1000");
+
+/// What CUDA and NCCL shall find in the environment, unless the user has set it.
+///
+/// - A GPU has 8 queues for all streams of a process, and a stream that waits at the head of one holds up the others in it. There can be 32.
+/// - NCCL connects ranks inside of the first call of each algorithm, which then waits for the other ranks, even if it was only started.
+///   It can connect them when a communicator is made, in which all of them take part.
+pub(crate) const GPU: &[(&str, &str)] = if cfg!(feature = "nccl") {
+    &[("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("NCCL_RUNTIME_CONNECT", "0")]
+} else {
+    &[]
+};
 
 /// The most compute threads of a rank. Pools reserve memory for each.
 const MOST: usize = 1 << 12;
@@ -118,10 +131,26 @@ fn unset() -> impl Iterator<Item = &'static str> {
 /// As for [`settle_among_threads`].
 unsafe fn set(per_rank: usize) {
     let per_rank = per_rank.max(1).to_string();
-    let spin = std::iter::once(SPIN).filter(|(name, _)| std::env::var_os(name).is_none());
-    for (name, value) in unset().map(|name| (name, per_rank.as_str())).chain(spin) {
+    let others = GPU.iter().copied().chain([SPIN]).filter(|(name, _)| std::env::var_os(name).is_none());
+    for (name, value) in unset().map(|name| (name, per_rank.as_str())).chain(others) {
         // SAFETY: guaranteed by the caller.
         unsafe { std::env::set_var(name, value) };
+    }
+}
+
+/// Says on stderr, once, which variables of GPUs are not set, and what follows.
+#[cfg(feature = "nccl")]
+pub(crate) fn note_gpu_variables() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    let missing = GPU.iter().filter(|(name, _)| std::env::var_os(name).is_none());
+    let missing: Vec<String> = missing.map(|(name, value)| format!("{name}={value}")).collect();
+    if !missing.is_empty() {
+        ONCE.call_once(|| {
+            eprintln!(
+                "candle-dist: {} is not set, so calls on GPUs may hold up each other; set it in the environment, or call                  candle_dist::threads::settle first in main, before the first device is made",
+                missing.join(" and ")
+            );
+        });
     }
 }
 
@@ -147,7 +176,8 @@ mod tests {
     fn child(how: &str) -> [String; 2] {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["threads::tests::as_child", "--exact", "--nocapture", "--test-threads", "1"]);
-        VARIABLES.iter().chain([&SPIN.0]).for_each(|name| _ = command.env_remove(name));
+        let names = VARIABLES.iter().chain([&SPIN.0]).chain(GPU.iter().map(|(name, _)| name));
+        names.for_each(|name| _ = command.env_remove(name));
         let output = command.env("SETTLE", how).output().unwrap();
         assert!(output.status.success(), "{output:?}");
         [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap())
@@ -163,6 +193,7 @@ mod tests {
         };
         let names = [VARIABLES[0], VARIABLES[1], SPIN.0];
         println!("SETTLED {settled} {:?}", names.map(|name| std::env::var(name).ok()));
+        println!("GPU {}", GPU.iter().all(|(name, value)| std::env::var(name).is_ok_and(|it| it == *value)));
     }
 
     #[test]
@@ -179,5 +210,6 @@ mod tests {
         let [out, err] = child("among threads");
         assert!(out.contains("SETTLED 7 [Some(\"7\"), Some(\"7\"), Some(\"1000\")]"), "{out}");
         assert!(!err.contains("are wanted"), "{err}");
+        assert!(out.contains("GPU true"), "{out}");
     }
 }

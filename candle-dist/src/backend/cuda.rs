@@ -2,12 +2,40 @@
 use crate::{Error, Result};
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::CudaStorageSlice;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut, DriverError};
-use candle_core::{CudaDevice, CudaStorage, DType, Shape};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaSlice, DevicePtr, DevicePtrMut, DriverError, result, sys,
+};
+#[cfg(feature = "nccl")]
+use candle_core::{CpuStorage, InplaceOp1, Layout, Tensor};
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Shape};
+use std::ffi::c_int;
 
 /// Converts an error of the CUDA driver.
 pub(crate) fn driver(error: DriverError) -> Error {
     candle_core::Error::wrap(error).into()
+}
+
+/// Returns the memory pool from which candle allocates on a GPU, if it has pools.
+pub(crate) fn pool(gpu: c_int) -> Result<Option<sys::CUmemoryPool>> {
+    let attribute = sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
+    // SAFETY: the caller's GPU exists, since a context of it is alive.
+    if unsafe { result::device::get_attribute(gpu, attribute) }.map_err(driver)? <= 0 {
+        return Ok(None); // candle then allocates without a pool
+    }
+    // SAFETY: as above.
+    unsafe { result::device::get_default_mem_pool(gpu) }.map(Some).map_err(driver)
+}
+
+/// Lets the memory pools of GPUs keep what is freed. By default they give all of it back to the system whenever the host waits for
+/// a stream, and the next step maps it again.
+pub(crate) fn keep_freed_memory(devices: &[Device]) -> Result<()> {
+    for device in devices.iter().filter(|device| device.is_cuda()) {
+        let Some(pool) = pool(device.as_cuda_device()?.cuda_stream().context().cu_device())? else { continue };
+        let (threshold, mut all) = (sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX);
+        // SAFETY: the pool of a device always exists, and this attribute is a number of 64 bits, which the driver reads here.
+        unsafe { result::mem_pool::set_attribute(pool, threshold, (&raw mut all).cast()) }.map_err(driver)?;
+    }
+    Ok(())
 }
 
 /// Allocates memory for `len` elements that the caller's work on the GPU will write.
@@ -51,5 +79,31 @@ pub(crate) fn written(storage: &mut CudaStorage) {
         CudaStorageSlice::F32(slice) => record(slice),
         CudaStorageSlice::F64(slice) => record(slice),
         _ => {}
+    }
+}
+
+/// Records on the stream of a tensor that the caller's work has written it there, so that other streams wait for it.
+#[cfg(feature = "nccl")]
+pub(crate) fn note_written(tensor: &Tensor) -> Result<()> {
+    Ok(tensor.inplace_op1(&WriteNote)?)
+}
+
+/// Notes a write that has been enqueued by other means.
+#[cfg(feature = "nccl")]
+struct WriteNote;
+
+#[cfg(feature = "nccl")]
+impl InplaceOp1 for WriteNote {
+    fn name(&self) -> &'static str {
+        "written"
+    }
+
+    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
+        Ok(())
+    }
+
+    fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> candle_core::Result<()> {
+        written(storage);
+        Ok(())
     }
 }

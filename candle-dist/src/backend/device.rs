@@ -4,6 +4,7 @@
 use super::guards::Guards;
 use super::runs::DimPiece;
 use super::storage::{DeviceStorage, StorageOperand, mixed};
+use super::strips::copy_rows;
 use super::{reduce, regions};
 use crate::call::{Op, ReduceOp};
 use crate::{Error, Result};
@@ -162,9 +163,9 @@ pub(super) fn concat_on<S: DeviceStorage>(
         if rows == 1 {
             part.copy_strided_src(&mut out, at, layout)?;
         } else if let Some((start, _)) = layout.contiguous_offsets() {
-            part.copy2d(&mut out, rows, block, block, row, start, at)?;
+            copy_rows(*part, &mut out, (rows, block), (start, block), (at, row))?;
         } else {
-            dense(*part, layout)?.copy2d(&mut out, rows, block, block, row, 0, at)?;
+            copy_rows(&dense(*part, layout)?, &mut out, (rows, block), (0, block), (at, row))?;
         }
         at += block;
     }

@@ -23,6 +23,7 @@ pub(crate) mod simulated;
 mod sink;
 mod started;
 pub(crate) mod storage;
+mod strips;
 pub mod threads;
 mod wrapping;
 

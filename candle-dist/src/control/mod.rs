@@ -28,6 +28,8 @@ use crate::call::Call;
 #[cfg(feature = "nccl")]
 use crate::call::{Form, Op};
 use crate::error::End;
+#[cfg(feature = "nccl")]
+use crate::launch::GpuOptions;
 use crate::launch::{InitOptions, LaunchInfo};
 use crate::link::frame::{self, MAX_KEY, MAX_VALUE};
 use crate::link::{DeadlineStream, Link, within};
@@ -63,6 +65,8 @@ pub struct Control {
     /// The addresses of this process and of rank 0.
     ends: [IpAddr; 2],
     switches: Switches,
+    #[cfg(feature = "nccl")]
+    gpu: GpuOptions,
     watch: Arc<Watch>,
     /// `None` after the goodbye. Rank 0 also has the server.
     ties: Mutex<Option<(Link<HubRequest>, Option<ControlServer>)>>,
@@ -141,6 +145,8 @@ impl Control {
             init_timeout: options.init_timeout,
             ends,
             switches: terms.switches,
+            #[cfg(feature = "nccl")]
+            gpu: options.gpu,
             watch,
             ties: Mutex::new(Some((link, server))),
         };
@@ -174,6 +180,12 @@ impl Control {
     /// Returns the switches of rank 0, which hold for all ranks.
     pub(crate) fn switches(&self) -> Switches {
         self.switches
+    }
+
+    /// Returns what this process sets for its GPU.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn gpu(&self) -> GpuOptions {
+        self.gpu
     }
 
     /// Returns the ends of the connection to rank 0: the addresses of this process and of rank 0 that reach each other.

@@ -8,6 +8,7 @@ mod secret_file;
 mod slurm;
 
 pub use host::host_name;
+pub(crate) use options::GpuOptions;
 pub use options::InitOptions;
 pub(crate) use secret::JobSecret;
 #[allow(deprecated)]

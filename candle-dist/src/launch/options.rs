@@ -26,6 +26,22 @@ pub struct InitOptions {
     pub(crate) arguments: Option<Vec<String>>,
     pub(crate) debug: Option<bool>,
     pub(crate) threads_per_rank: Option<usize>,
+    pub(crate) gpu: GpuOptions,
+}
+
+/// What a rank may set for its GPU.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GpuOptions {
+    /// The most thread blocks of a collective's kernel.
+    pub(crate) max_ctas: Option<u32>,
+    /// How long NCCL may take to abort a communicator before the process ends.
+    pub(crate) abort_timeout: Duration,
+}
+
+impl Default for GpuOptions {
+    fn default() -> Self {
+        Self { max_ctas: None, abort_timeout: Duration::from_secs(60) }
+    }
 }
 
 impl Default for InitOptions {
@@ -41,6 +57,7 @@ impl Default for InitOptions {
             arguments: None,
             debug: None,
             threads_per_rank: None,
+            gpu: GpuOptions::default(),
         }
     }
 }
@@ -118,6 +135,20 @@ impl InitOptions {
     /// rank 0. The setting of rank 0 applies to all ranks.
     pub fn debug(mut self, debug: bool) -> Self {
         self.debug = Some(debug);
+        self
+    }
+
+    /// Sets the most thread blocks (CTAs) of NCCL's kernels; see [`World::max_ctas`](crate::World::max_ctas). The setting of a group's first
+    /// member applies to all of them.
+    pub fn max_ctas(mut self, most: u32) -> Self {
+        self.gpu.max_ctas = Some(most);
+        self
+    }
+
+    /// Sets how long NCCL may take to abort the calls of a GPU before the process ends; see
+    /// [`World::abort_timeout`](crate::World::abort_timeout).
+    pub fn abort_timeout(mut self, timeout: Duration) -> Self {
+        self.gpu.abort_timeout = timeout;
         self
     }
 

@@ -10,9 +10,12 @@ pub use context::{RankContext, panic_message};
 pub use processes::{init_process_group, init_process_group_with};
 
 #[cfg(feature = "nccl")]
-use crate::backend::nccl::{CallTable, NcclBackend, ThreadValues, WorldWatch, check_devices, open_pools};
+use crate::backend::nccl::{
+    CallTable, CtaLimits, NcclBackend, ParkedComms, RankTerms, ReceivePosts, ThreadValues, WorldWatch,
+    check_devices, open_pools,
+};
 use crate::backend::threads::{RankGuard, ThreadBackend, WorldState};
-use crate::launch::{InitOptions, LaunchInfo};
+use crate::launch::{GpuOptions, InitOptions, LaunchInfo};
 use crate::switch::Switches;
 use crate::{ProcessGroup, Result, Store, backend, store, threads};
 use candle_core::Device;
@@ -36,6 +39,7 @@ pub struct World {
     threads_per_rank: Option<usize>,
     devices: Vec<Device>,
     mailbox: Option<usize>,
+    gpu: GpuOptions,
     wraps: Vec<Wrap>,
 }
 
@@ -78,7 +82,8 @@ impl World {
     }
 
     fn of(ranks: WorldRanks, timeout: Duration, threads_per_rank: Option<usize>) -> Self {
-        Self { ranks, timeout, threads_per_rank, devices: Vec::new(), mailbox: None, wraps: Vec::new() }
+        let (devices, wraps, gpu) = (Vec::new(), Vec::new(), GpuOptions::default());
+        Self { ranks, timeout, threads_per_rank, devices, mailbox: None, gpu, wraps }
     }
 
     /// Creates a world of threads over NCCL, one rank per device.
@@ -86,6 +91,10 @@ impl World {
     /// Several ranks on one GPU need `NCCL_MULTI_RANK_GPU_ENABLE=1`, NCCL 2.30 or later, and one `Device` each. All
     /// code must have run on each `Device` before, because CUDA may load it only after the ranks' calls. Alternatively,
     /// use [`threads`](Self::threads).
+    ///
+    /// Call [`threads::settle`](crate::threads::settle) first in `main`, before the devices are made: CUDA reads how many queues it shall
+    /// have then, and NCCL when it connects. Ranks of one process may wait for each other in CUDA itself, wherever it waits
+    /// for all work of a GPU and of those that are linked with it: in a new group's first call, or when a kernel is loaded. Processes do not.
     ///
     /// # Errors
     /// When the ranks start: if a device is not a GPU or occurs twice, or if the NCCL library is too old.
@@ -100,8 +109,8 @@ impl World {
     /// [`run`](Self::run) calls its closure once, for the rank of this process, and returns one result when all ranks have
     /// ended. It is an error if the world stops until then.
     pub fn processes(backend: BackendKind, options: InitOptions) -> Self {
-        let (timeout, threads_per_rank) = (options.timeout, options.threads_per_rank);
-        Self::of(WorldRanks::Processes(backend, options), timeout, threads_per_rank)
+        let (timeout, threads_per_rank, gpu) = (options.timeout, options.threads_per_rank, options.gpu);
+        Self { gpu, ..Self::of(WorldRanks::Processes(backend, options), timeout, threads_per_rank) }
     }
 
     /// Creates the world of the processes that torchrun, mpirun or srun started, over the best backend of this build.
@@ -183,6 +192,28 @@ impl World {
         self
     }
 
+    /// Sets the most thread blocks (CTAs) of a kernel of NCCL, 1 to 64, for all groups.
+    ///
+    /// Each takes a multiprocessor of the GPU while it waits for other ranks. By default NCCL decides, and where ranks share a GPU
+    /// they have 16 together for each group; messages have 2 at most. `NCCL_MAX_CTAS` in the environment overrides all of them. Other
+    /// backends ignore it.
+    ///
+    /// # Errors
+    /// When the ranks start: if NCCL does not take the number.
+    pub fn max_ctas(mut self, most: u32) -> Self {
+        self.gpu.max_ctas = Some(most);
+        self
+    }
+
+    /// Sets how long NCCL may take to abort the calls of a GPU after the world has failed; one minute by default.
+    ///
+    /// If a kernel or a call of the driver hangs, nothing else ends the wait of a rank. So the process then says on stderr which rank and
+    /// call it was, and ends. [`Duration::MAX`] lets it wait.
+    pub fn abort_timeout(mut self, timeout: Duration) -> Self {
+        self.gpu.abort_timeout = timeout;
+        self
+    }
+
     /// Wraps the backend of each rank, for all groups of the world: to count, delay or break communication, or to
     /// replace it. See [`BackendWrapper`](backend::BackendWrapper) for an example.
     ///
@@ -218,7 +249,7 @@ impl World {
                 let options = options.clone();
                 self.refuse_mailbox("processes")?;
                 let options =
-                    InitOptions { threads_per_rank: self.threads_per_rank, ..options.timeout(self.timeout) };
+                    InitOptions { threads_per_rank: self.threads_per_rank, gpu: self.gpu, ..options.timeout(self.timeout) };
                 let ctx = init_process_group(backend, options)?;
                 return Ok(vec![ctx.map_backend(|backend| wrapped(backend, &self.wraps))]);
             }
@@ -233,8 +264,8 @@ impl World {
         let world = WorldState::new(size, self.timeout, self.mailbox.unwrap_or(MAILBOX_BYTES));
         let backends = match self.ranks {
             #[cfg(feature = "nccl")]
-            WorldRanks::Gpus => over_nccl(&world, &self.devices)?,
-            _ => locally(&world, &self.devices),
+            WorldRanks::Gpus => over_nccl(&world, &self.devices, self.gpu)?,
+            _ => locally(&world, &self.devices)?,
         };
         let shared = store::SharedValues::new(&world);
         let context = |(rank, backend)| {
@@ -334,29 +365,38 @@ fn wrapped(backend: Arc<dyn backend::Backend>, wraps: &[Wrap]) -> Arc<dyn backen
 }
 
 /// Creates the backends of threads that read each other's tensors.
-fn locally(world: &Arc<WorldState>, devices: &[Device]) -> Vec<Arc<dyn backend::Backend>> {
+fn locally(world: &Arc<WorldState>, devices: &[Device]) -> Result<Vec<Arc<dyn backend::Backend>>> {
+    #[cfg(feature = "cuda")]
+    backend::cuda::keep_freed_memory(devices)?;
     let device = |rank: usize| match devices {
         [] => Device::Cpu,
         devices => devices[rank % devices.len()].clone(),
     };
-    (0..world.size())
-        .map(|rank| Arc::new(ThreadBackend::world(world, rank, device(rank))) as Arc<_>)
-        .collect()
+    let backend = |rank| Arc::new(ThreadBackend::world(world, rank, device(rank))) as Arc<_>;
+    Ok((0..world.size()).map(backend).collect())
 }
 
 /// Creates the backends of threads with a GPU each.
 #[cfg(feature = "nccl")]
-fn over_nccl(world: &Arc<WorldState>, devices: &[Device]) -> Result<Vec<Arc<dyn backend::Backend>>> {
+fn over_nccl(
+    world: &Arc<WorldState>,
+    devices: &[Device],
+    gpu: GpuOptions,
+) -> Result<Vec<Arc<dyn backend::Backend>>> {
     check_devices(devices)?;
     open_pools(devices)?;
-    let values = Arc::new(ThreadValues::default());
-    let calls = Arc::new(CallTable::default());
-    let watch = |rank| {
-        let (world, values, calls) = (world.clone(), values.clone(), calls.clone());
-        WorldWatch::Thread { world, values, calls, rank }
+    threads::note_gpu_variables();
+    let most_on_one = devices.iter().map(|device| format!("{:?}", device.location())).counts();
+    let ctas = CtaLimits::new(gpu.max_ctas, most_on_one.into_values().max().unwrap_or(1))?;
+    let (values, calls) = (Arc::new(ThreadValues::default()), Arc::new(CallTable::default()));
+    let (posts, parked) = (Arc::new(ReceivePosts::default()), ParkedComms::new(devices.len()));
+    let backend = |(rank, device)| {
+        let (world, values) = (world.clone(), values.clone());
+        let watch =
+            WorldWatch::Thread { world, values, calls: calls.clone(), posts: posts.clone(), rank };
+        let terms = RankTerms { ctas, abort_timeout: gpu.abort_timeout, parked: parked.clone() };
+        Ok(Arc::new(NcclBackend::world(watch, device, devices.len(), terms)?) as Arc<_>)
     };
-    let backend =
-        |(rank, device)| Ok(Arc::new(NcclBackend::world(watch(rank), device, devices.len())?) as Arc<_>);
     devices.iter().enumerate().map(backend).collect()
 }
 

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaContext, CudaSlice, CudaStream, DevicePtrMut, LaunchConfig, PushKernelArg, sys,
+    CudaContext, CudaSlice, CudaStream, DevicePtrMut, LaunchConfig, PushKernelArg, result, sys,
 };
 use candle_core::cuda_backend::cudarc::nvrtc::compile_ptx;
 use candle_core::{DType, Device, Tensor};
@@ -85,10 +85,9 @@ fn threshold(context: &Arc<CudaContext>) -> Result<u64> {
     let mut bytes = 0u64;
     // SAFETY: the context is alive, so its device has a default pool; the attribute is a `u64`, where `bytes` is.
     unsafe {
-        let mut pool = std::ptr::null_mut();
-        sys::cuDeviceGetDefaultMemPool(&mut pool, context.cu_device()).result()?;
+        let pool = result::device::get_default_mem_pool(context.cu_device())?;
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        sys::cuMemPoolGetAttribute(pool, attribute, (&raw mut bytes).cast()).result()?;
+        result::mem_pool::get_attribute(pool, attribute, (&raw mut bytes).cast())?;
     }
     Ok(bytes)
 }

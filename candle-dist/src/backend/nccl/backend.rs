@@ -1,11 +1,11 @@
 //! NCCL as a backend of process groups.
-use super::comm::NcclComm;
+use super::comm::{CommMembers, NcclComm};
 use super::devices;
 use super::errors::check_version;
 use super::handle::library_version;
-use super::lane::LaneSender;
+use super::lane::{LaneSender, open_receiver};
 use super::marks;
-use super::rank::NcclRank;
+use super::rank::{NcclRank, RankTerms};
 use super::transfer::{self, DoneEvent, TensorTransfer, issue, issue_in_place, issue_receive};
 use super::watch::{WorldGuard, WorldWatch};
 use crate::backend::cuda::driver;
@@ -52,11 +52,11 @@ impl std::fmt::Debug for NcclBackend {
 
 impl NcclBackend {
     /// Creates the handle of a rank in a world of `size` ranks, which uses the GPU of `device`.
-    pub(crate) fn world(watch: WorldWatch, device: &Device, size: usize) -> Result<Self> {
+    pub(crate) fn world(watch: WorldWatch, device: &Device, size: usize, terms: RankTerms) -> Result<Self> {
         check_version(library_version()?).map_err(Error::Unsupported)?;
         devices::check(std::slice::from_ref(device))?;
         let me = watch.rank();
-        let mut world = Self::join(NcclRank::new(watch, device)?, (0..size).collect(), me, device.clone());
+        let mut world = Self::join(NcclRank::new(watch, device, terms)?, (0..size).collect(), me, device.clone());
         world.is_world = true;
         Ok(world)
     }
@@ -72,7 +72,10 @@ impl NcclBackend {
         let mut comm = self.comm.lock();
         match &*comm {
             Some(comm) => Ok(comm.clone()),
-            None => Ok(comm.insert(self.rank.connect(self.id, &self.ranks, self.me)?).clone()),
+            None => {
+                let members = CommMembers { name: self.id, ranks: &self.ranks, me: self.me };
+                Ok(comm.insert(self.rank.connect(members, self.rank.ctas.group)?).clone())
+            }
         }
     }
 
@@ -153,7 +156,7 @@ impl NcclBackend {
         let placed = self.on_gpu(call.op(), tensors)?;
         let Device::Cuda(device) = placed[0].device() else { return Ok(()) };
         let comm = self.comm()?;
-        issue_in_place(&comm, &device.cuda_stream(), &call, &placed[0])
+        issue_in_place(&self.rank, &comm, &device.cuda_stream(), &call, &placed[0])
     }
 
     /// Sends a message, without waiting.
@@ -186,12 +189,12 @@ impl NcclBackend {
         let inbox = match inboxes.entry((from, tag)) {
             Entry::Occupied(inbox) => inbox.into_mut(),
             Entry::Vacant(vacant) => {
-                let comm = self.rank.connect(id, &ends, 1)?;
-                vacant.insert(Inbox { comm, received: 0 })
+                vacant.insert(Inbox { comm: open_receiver(&self.rank, id, ends)?, received: 0 })
             }
         };
         inbox.received += 1;
-        Ok(issue_receive(&inbox.comm, &self.rank.device, &call, 0)?.into_tensor())
+        let enqueued = || self.rank.watch.note_receive(id, received);
+        Ok(issue_receive(&self.rank, &inbox.comm, &call, 0, enqueued)?.into_tensor())
     }
 }
 
@@ -221,7 +224,9 @@ struct EnqueuedCall {
 impl EnqueuedCall {
     /// Returns the results. `main` waits for them, the host does not.
     fn land(mut self) -> Result<Results> {
-        self.rejoin()?;
+        if let Some(done) = self.done.take() {
+            self.rank.rejoin(&self.main, &done)?;
+        }
         let mut results = Results::new();
         for (prepared, &to_host) in std::mem::take(&mut self.prepared).into_iter().zip(&self.to_host) {
             let Some(made) = prepared.land()? else { continue };
@@ -237,17 +242,12 @@ impl EnqueuedCall {
         Ok(results)
     }
 
-    /// Makes `main` wait for the call.
-    fn rejoin(&mut self) -> Result<()> {
-        let done = self.done.take();
-        done.map_or(Ok(()), |done| self.main.wait(&done).map_err(driver))
-    }
 }
 
 impl Drop for EnqueuedCall {
     fn drop(&mut self) {
         // Memory that is freed now must not be reused before NCCL is done with it. A drop cannot return errors.
-        let _ = self.rejoin();
+        let _ = self.done.take().map(|done| self.main.wait(&done));
         self.kept.clear();
     }
 }
@@ -265,14 +265,18 @@ impl Drop for NcclBackend {
         }
         let outboxes = std::mem::take(self.outboxes.get_mut());
         let inboxes = std::mem::take(self.inboxes.get_mut());
-        let channels: Vec<u64> = outboxes
-            .values()
-            .map(|outbox| outbox.id)
-            .chain(inboxes.keys().map(|&(from, tag)| channel(self.id, from, self.me, tag)))
-            .collect();
+        let received: Vec<u64> =
+            inboxes.keys().map(|&(from, tag)| channel(self.id, from, self.me, tag)).collect();
+        let channels: Vec<u64> =
+            outboxes.values().map(|outbox| outbox.id).chain(received.iter().copied()).collect();
         // Their ends wait for calls under way, in which a rank that returns is still missed.
         drop((outboxes, inboxes, self.comm.get_mut().take()));
+        self.rank.watch.forget_receives(&received);
         self.rank.watch.forget(self.id, &channels, self.ranks.len());
+        if self.is_world {
+            self.rank.wait_for_aborts();
+            self.rank.parked.end();
+        }
     }
 }
 

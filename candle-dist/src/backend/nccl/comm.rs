@@ -1,20 +1,21 @@
 //! A nonblocking communicator, which is polled against a deadline and aborted on failure.
 use super::errors::explain;
-use super::handle::{Handle, UniqueId, abort, async_state, is_fine, name_of, unblocking};
+use super::handle::{CommTerms, Handle, abort, async_state, is_fine, name_of, unblocking};
+use super::limit::Limit;
 use super::rank::{NcclRank, PollPause};
 use crate::backend::cuda::driver;
 use crate::{Error, Result};
 use cudarc::driver::{CudaEvent, CudaStream};
 use cudarc::nccl::sys;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::ffi::CStr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long NCCL may take to finalize an idle communicator.
-const FAREWELL: Duration = Duration::from_secs(10);
+/// How long a call keeps the other calls of its rank waiting. Only calls that connect to other ranks take longer.
+const TURN: Duration = Duration::from_millis(20);
 
 /// A call that the GPU may not have finished.
 struct IssuedCall {
@@ -23,30 +24,31 @@ struct IssuedCall {
     since: Instant,
 }
 
-/// How long a call may wait for other ranks.
-pub(super) enum Limit {
-    /// For the timeout of the world, which then ends.
-    Timeout,
-    /// Until the receiver takes it. After the sender has closed its end, for the timeout, or until the receiver has
-    /// returned without it; the message is then dropped. Nobody waits in a send, so the world goes on.
-    Send(Arc<LaneStatus>),
+/// What a call comes after on the GPU.
+#[derive(Clone, Copy, Default)]
+pub(super) struct PriorWork<'a> {
+    /// Streams, which also wait for a call that fails.
+    pub(super) streams: &'a [Arc<CudaStream>],
+    pub(super) event: Option<&'a CudaEvent>,
 }
 
-/// What the ends of a lane know about its messages.
-pub(super) struct LaneStatus {
-    pub(super) channel: u64,
-    /// The receiver, as a rank of the world.
-    pub(super) to: usize,
-    /// When the sender has closed its end.
-    pub(super) closed: OnceLock<Instant>,
-    /// Whether messages were dropped, because nobody will receive them.
-    pub(super) dropped: AtomicBool,
-}
-
-impl LaneStatus {
-    pub(super) fn new(channel: u64, to: usize) -> Arc<Self> {
-        Arc::new(Self { channel, to, closed: OnceLock::new(), dropped: AtomicBool::new(false) })
+impl<'a> PriorWork<'a> {
+    pub(super) fn on(streams: &'a [Arc<CudaStream>]) -> Self {
+        Self { streams, event: None }
     }
+
+    pub(super) fn of(event: &'a CudaEvent) -> Self {
+        Self { streams: &[], event: Some(event) }
+    }
+}
+
+/// The members of a communicator, as ranks of the world, and which of them this rank is.
+#[derive(Clone, Copy)]
+pub(super) struct CommMembers<'a> {
+    /// Equal on all members, and unlike that of all other communicators.
+    pub(super) name: u64,
+    pub(super) ranks: &'a [usize],
+    pub(super) me: usize,
 }
 
 /// A communicator of this rank with others. Its end waits for calls that other ranks may need.
@@ -55,6 +57,8 @@ pub(super) struct NcclComm(Arc<CommState>);
 /// What the watchdog sees of a communicator. The watchdog may drop the last reference, which waits for nothing.
 pub(super) struct CommState {
     rank: Arc<NcclRank>,
+    name: u64,
+    size: usize,
     limit: Limit,
     /// The stream of the calls, which nothing else uses: NCCL enqueues on a thread of its own, and until it is done
     /// nothing may be put on the stream. Calls of different communicators do not wait for each other.
@@ -65,86 +69,139 @@ pub(super) struct CommState {
     issued: Mutex<VecDeque<IssuedCall>>,
     /// How many calls were made. Those of a lane are its messages.
     made: AtomicU64,
+    /// The op of the latest call.
+    latest: Mutex<&'static str>,
 }
 
 impl CommState {
-    /// Joins the communicator `id` of `size` members as the `me`-th. Returns when all have joined.
-    fn connect(rank: &Arc<NcclRank>, id: UniqueId, size: usize, me: usize, limit: Limit) -> Result<NcclComm> {
+    /// Joins a communicator. Returns when all have joined.
+    fn connect(
+        rank: &Arc<NcclRank>,
+        members: CommMembers<'_>,
+        terms: CommTerms,
+        limit: Limit,
+    ) -> Result<NcclComm> {
         rank.bind()?;
-        let stream = rank.device.cuda_stream().context().new_stream().map_err(driver)?;
-        let (mut raw, mut config) = (std::ptr::null_mut(), unblocking());
+        let _calls = rank.parked.calls();
+        let context = rank.device.cuda_stream().context().clone();
+        let stream = context.new_stream_with_priority(rank.priority).map_err(driver)?;
+        let (mut raw, mut config) = (std::ptr::null_mut(), unblocking(terms.ctas));
+        let (size, me) = (members.ranks.len(), members.me);
         // SAFETY: NCCL writes the handle to valid memory and reads the configuration, both alive during the call.
         let code =
-            unsafe { sys::ncclCommInitRankConfig(&mut raw, size as i32, id.0, me as i32, &mut config) };
+            unsafe { sys::ncclCommInitRankConfig(&mut raw, size as i32, terms.id.0, me as i32, &mut config) };
         let handle = (!raw.is_null()).then_some(Handle(raw));
         let (handle, issued, made) = (Mutex::new(handle), Mutex::default(), AtomicU64::new(0));
-        let comm = NcclComm(Arc::new(Self { rank: rank.clone(), limit, stream, handle, issued, made }));
-        comm.0.settle(&mut comm.0.handle.lock(), "init", code, 0)?;
-        Ok(comm)
+        let (rank, name, latest) = (rank.clone(), members.name, Mutex::new("init"));
+        let comm = Arc::new(Self { rank, name, size, limit, stream, handle, issued, made, latest });
+        let mut handle = comm.handle.lock();
+        if let Err(error) = comm.settle(&mut handle, "init", code, 0, None) {
+            comm.abort(handle);
+            return Err(error);
+        }
+        drop(handle);
+        Ok(NcclComm(comm))
     }
 
-    /// Enqueues the NCCL calls of `enqueue` as one group after all work on the streams `after`, and returns while they
-    /// run. The event marks their end.
+    pub(super) fn name(&self) -> u64 {
+        self.name
+    }
+
+    /// Returns how many members are in this process.
+    pub(super) fn members_here(&self) -> usize {
+        if self.rank.watch.is_thread() { self.size } else { 1 }
+    }
+
+    /// Takes the handle of a communicator that nobody uses any more.
+    pub(super) fn take(&self) -> Option<Handle> {
+        // Freeing needs a current device.
+        self.rank.bind().ok()?;
+        self.handle.lock().take()
+    }
+
+    /// Enqueues the NCCL calls of `enqueue` as one group after the work `after`, and returns while they run. The event marks
+    /// their end. `number` is that of a message.
     ///
-    /// The memory that they use must stay unchanged until then. Threads may call this concurrently, each on its rank's
-    /// communicators, without a common lock: NCCL has one group per thread.
+    /// The memory that they use must stay unchanged until then. The calls of a rank are enqueued one after the other, on
+    /// whichever threads ("Thread Safety" in NCCL's User Guide); only one that connects lets others by.
     fn issue(
         &self,
-        op: &str,
-        after: &[Arc<CudaStream>],
+        op: &'static str,
+        after: PriorWork<'_>,
+        number: u64,
         enqueue: impl FnOnce(sys::ncclComm_t, sys::cudaStream_t) -> sys::ncclResult_t,
     ) -> Result<Arc<CudaEvent>> {
         self.rank.bind()?;
+        let _calls = self.rank.parked.calls();
         // Held until the end is marked, so that no other call enqueues in between.
         let mut handle = self.handle.lock();
-        let Some(Handle(raw)) = *handle else { return Err(self.stopped()) };
-        after.iter().try_for_each(|earlier| self.stream.join(earlier)).map_err(driver)?;
-        let number = self.made.fetch_add(1, Ordering::Relaxed);
+        let Some(Handle(raw)) = *handle else {
+            drop(handle);
+            return Err(self.stopped());
+        };
+        // Made before the calls, which must not run without it.
+        let done = Arc::new(self.stream.context().new_event(None).map_err(driver)?);
+        let turn = self.rank.turn.lock();
+        after.streams.iter().try_for_each(|earlier| self.stream.join(earlier)).map_err(driver)?;
+        after.event.map_or(Ok(()), |event| self.stream.wait(event)).map_err(driver)?;
+        *self.latest.lock() = op;
         // SAFETY: groups belong to the calling thread, and this one ends three lines below.
         let begun = unsafe { sys::ncclGroupStart() };
         let code = if is_fine(begun) { enqueue(raw, self.stream.cu_stream().cast()) } else { begun };
         // SAFETY: as above. A group that began must end, even if one of its calls was refused.
         let ended = unsafe { sys::ncclGroupEnd() };
-        let settled = self.settle(&mut handle, op, if is_fine(code) { ended } else { code }, number);
-        let done = Arc::new(self.stream.record_event(None).map_err(driver)?);
-        drop(handle);
-        if let Err(error) = settled {
-            // A part of the group may still run, and its memory is freed on these streams.
-            after.iter().try_for_each(|stream| stream.wait(&done)).map_err(driver)?;
+        let code = if is_fine(code) { ended } else { code };
+        let settled = self.settle(&mut handle, op, code, number, Some(turn));
+        let marked = settled.and_then(|()| {
+            done.record(&self.stream).map_err(|error| self.rank.watch.fail_with(format!("{op}: {error}")))
+        });
+        if let Err(error) = marked {
+            self.abort(handle);
+            // A part of the group may have run, and its memory is freed on these streams.
+            self.rank.wait_for_aborts();
+            let is_marked = done.record(&self.stream).is_ok();
+            for stream in after.streams {
+                if !is_marked || stream.wait(&done).is_err() {
+                    // The kernels leave after an abort. A GPU that reports an error here runs nothing any more.
+                    let _ = self.stream.synchronize();
+                }
+            }
             return Err(error);
         }
+        drop(handle);
         self.oldest(); // removes finished calls
         self.issued.lock().push_back(IssuedCall { done: done.clone(), number, since: Instant::now() });
         Ok(done)
     }
 
-    /// Waits until NCCL has finished the host's part of the call `number`, which returned `code`. Aborts if it cannot.
+    /// Waits until NCCL has finished the host's part of the call `number`, which returned `code`. If it cannot, the
+    /// communicator must be aborted.
     fn settle(
         &self,
         handle: &mut Option<Handle>,
         op: &str,
         code: sys::ncclResult_t,
         number: u64,
+        turn: Option<MutexGuard<'_, ()>>,
     ) -> Result<()> {
         let (began, mut patience) = (Instant::now(), PollPause::default());
-        let mut state = code;
-        let error = loop {
+        let (mut state, mut turn) = (code, turn);
+        loop {
             match state {
                 sys::ncclResult_t::ncclSuccess => return Ok(()),
                 sys::ncclResult_t::ncclInProgress => {}
-                code => break self.rank.watch.fail_with(self.describe(handle, op, code)),
+                code => return Err(self.rank.watch.fail_with(self.describe(handle, op, code))),
             }
-            if let Err(error) = self.rank.watch.check() {
-                break error;
-            }
+            self.rank.watch.check()?;
             if self.is_over(began, number) {
-                break self.expire();
+                return Err(self.expire());
+            }
+            if began.elapsed() > TURN {
+                drop(turn.take()); // it waits for other ranks, which may wait for another call of this one
             }
             patience.pause();
-            state = async_state(handle);
-        };
-        abort(handle);
-        Err(error)
+            state = async_state(handle.as_ref());
+        }
     }
 
     fn describe(&self, handle: &Option<Handle>, op: &str, code: sys::ncclResult_t) -> String {
@@ -158,6 +215,18 @@ impl CommState {
             false => unsafe { CStr::from_ptr(detail) }.to_string_lossy().into_owned(),
         };
         explain(op, self.rank.gpu(), &name_of(code), &detail)
+    }
+
+    /// Aborts the communicator on a thread of its own, without the lock.
+    fn abort(&self, mut handle: MutexGuard<'_, Option<Handle>>) {
+        let taken = handle.take();
+        drop(handle);
+        taken.into_iter().for_each(|handle| self.abort_taken(handle));
+    }
+
+    /// Aborts a communicator whose handle was taken, on a thread of its own.
+    pub(super) fn abort_taken(&self, handle: Handle) {
+        self.rank.abort(*self.latest.lock(), move || abort(handle));
     }
 
     /// Returns the error of an aborted communicator.
@@ -174,20 +243,20 @@ impl CommState {
     /// Checks for errors and calls that take too long. Aborts if there are any, or if the world has failed.
     pub(super) fn inspect(&self) {
         // A thread that holds the lock polls by itself.
-        let Some(mut handle) = self.handle.try_lock() else { return };
+        let Some(handle) = self.handle.try_lock() else { return };
         if handle.is_none() || self.rank.bind().is_err() {
             return;
         }
-        let state = async_state(&handle);
+        let state = async_state(handle.as_ref());
+        let is_overdue = is_fine(state) && self.is_overdue();
         if !is_fine(state) {
             let message = self.describe(&handle, "a call under way", state);
             self.rank.watch.fail_with(message);
-        } else if self.is_overdue() {
+        } else if is_overdue {
             self.expire();
-            abort(&mut handle);
         }
-        if self.rank.watch.failure().is_some() {
-            abort(&mut handle);
+        if is_overdue || self.rank.watch.failure().is_some() {
+            self.abort(handle);
         }
     }
 
@@ -231,10 +300,15 @@ impl CommState {
         issued.front().map(|issued| (issued.since, issued.number))
     }
 
+    /// Returns whether no call is under way.
+    pub(super) fn is_idle(&self) -> bool {
+        self.oldest().is_none()
+    }
+
     /// Waits until all calls have ended. Returns whether they have; else the world has failed, or one takes too long.
     pub(super) fn is_settled(&self) -> bool {
         let mut patience = PollPause::default();
-        while self.oldest().is_some() {
+        while !self.is_idle() {
             if self.rank.watch.failure().is_some() || self.is_overdue() {
                 return false;
             }
@@ -242,38 +316,17 @@ impl CommState {
         }
         true
     }
-
-    /// Waits for calls that other ranks may need, then finalizes the communicator. Returns whether this worked.
-    fn say_goodbye(&self, handle: &Option<Handle>) -> bool {
-        let Some(Handle(raw)) = *handle else { return false };
-        if std::thread::panicking() || self.rank.bind().is_err() || !self.is_settled() {
-            return false;
-        }
-        let mut patience = PollPause::default();
-        // SAFETY: the handle is alive, and this is its only owner.
-        let mut state = unsafe { sys::ncclCommFinalize(raw) };
-        let began = Instant::now();
-        while state == sys::ncclResult_t::ncclInProgress {
-            if self.rank.watch.failure().is_some() || began.elapsed() >= FAREWELL {
-                return false;
-            }
-            patience.pause();
-            state = async_state(handle);
-        }
-        state == sys::ncclResult_t::ncclSuccess
-    }
 }
 
 impl NcclComm {
-    /// Joins the communicator `id` of `size` members as the `me`-th. Returns when all have joined.
+    /// Joins a communicator. Returns when all have joined.
     pub(super) fn connect(
         rank: &Arc<NcclRank>,
-        id: UniqueId,
-        size: usize,
-        me: usize,
+        members: CommMembers<'_>,
+        terms: CommTerms,
         limit: Limit,
     ) -> Result<Self> {
-        CommState::connect(rank, id, size, me, limit)
+        CommState::connect(rank, members, terms, limit)
     }
 
     /// Returns what the watchdog sees.
@@ -281,18 +334,55 @@ impl NcclComm {
         &self.0
     }
 
-    /// Enqueues the NCCL calls of `enqueue` as one group after all work on the streams `after`, and returns while they
-    /// run. The event marks their end.
+    /// Enqueues the NCCL calls of `enqueue` as one group after the work `after`, and returns while they run. The event
+    /// marks their end.
     ///
-    /// The memory that they use must stay unchanged until then. Threads may call this concurrently, each on its rank's
-    /// communicators, without a common lock: NCCL has one group per thread.
+    /// The memory that they use must stay unchanged until then.
     pub(super) fn issue(
         &self,
-        op: &str,
-        after: &[Arc<CudaStream>],
+        op: &'static str,
+        after: PriorWork<'_>,
         enqueue: impl FnOnce(sys::ncclComm_t, sys::cudaStream_t) -> sys::ncclResult_t,
     ) -> Result<Arc<CudaEvent>> {
-        self.0.issue(op, after, enqueue)
+        let number = self.0.made.fetch_add(1, Ordering::Relaxed);
+        self.0.issue(op, after, number, enqueue)
+    }
+
+    /// Connects the two members of a lane. Both must call it. It moves a byte in memory of the communicator's own stream, and so
+    /// waits for nothing else on the GPU.
+    pub(super) fn connect_lane(&self, me: usize) -> Result<()> {
+        self.0.rank.bind()?;
+        let byte = self.0.stream.alloc_zeros::<u8>(1).map_err(driver)?;
+        let place = {
+            use cudarc::driver::DevicePtr;
+            byte.device_ptr(&self.0.stream).0 as *mut std::ffi::c_void
+        };
+        let (peer, kind) = (1 - me as i32, sys::ncclDataType_t::ncclUint8);
+        let moved = self.0.issue("connect", PriorWork::default(), 0, |comm, stream| match me {
+            // SAFETY: the communicator is alive and locked by the caller. The byte is freed on the stream of this call.
+            0 => unsafe { sys::ncclSend(place, 1, kind, peer, comm, stream) },
+            // SAFETY: see above.
+            _ => unsafe { sys::ncclRecv(place, 1, kind, peer, comm, stream) },
+        });
+        moved.map(drop)
+    }
+
+    /// Marks the present end of the communicator's stream.
+    pub(super) fn mark(&self) -> Result<CudaEvent> {
+        self.0.stream.record_event(None).map_err(driver)
+    }
+
+    /// Waits on the host until the receiver has enqueued the receive of the message `number`.
+    pub(super) fn wait_for_receiver(&self, number: u64) -> Result<()> {
+        let Limit::Send(sending) = &self.0.limit else { return Ok(()) };
+        let began = Instant::now();
+        while !self.0.rank.watch.is_awaited(sending.channel, number) {
+            self.0.rank.watch.check()?;
+            if self.0.is_over(began, number) {
+                return Err(self.0.expire());
+            }
+        }
+        Ok(())
     }
 
     /// Waits on the host until the GPU has reached `event`, the end of the call `number`. Returns whether it has, or may
@@ -312,13 +402,12 @@ impl NcclComm {
 
 impl Drop for NcclComm {
     fn drop(&mut self) {
-        let mut handle = self.0.handle.lock().take();
-        if !self.0.say_goodbye(&handle) {
-            return abort(&mut handle);
+        if std::thread::panicking() || !self.0.is_settled() {
+            return self.0.abort(self.0.handle.lock());
         }
-        if let Some(Handle(raw)) = handle {
-            // SAFETY: the handle is alive and finalized, and this is its only owner. An error is ignored.
-            let _ = unsafe { sys::ncclCommDestroy(raw) };
+        if self.0.handle.lock().is_some() {
+            self.0.rank.parked.park(self.0.clone());
+            self.0.rank.parked.tidy();
         }
     }
 }

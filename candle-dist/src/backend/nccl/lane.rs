@@ -1,10 +1,14 @@
 //! A lane for messages to one rank with one tag: a communicator of two, a stream, and a sender thread.
 //!
-//! NCCL's send ends when the receiver accepts it, and the calls on one communicator run in order. A message with its
-//! own communicator and stream delays nothing else, and two ranks that send to each other do not deadlock.
-use super::comm::{LaneStatus, Limit, NcclComm};
+//! NCCL's send ends when the receiver accepts it, and the calls on one communicator run in order. Until then its kernel takes
+//! multiprocessors, and streams that wait for it may hold up others: a GPU has few queues for streams. So the sender thread enqueues a
+//! message when its receive is enqueued, and until then the streams of the rank wait for no other rank
+//! ([`NcclRank::rejoin`]). The earliest of the calls that wait thus always finds its peers in front of the queues.
+use super::comm::{CommMembers, NcclComm, PriorWork};
+use super::handle::CommTerms;
 use super::lanes::{CourierMessage, LaneEnd};
-use super::rank::NcclRank;
+use super::limit::{LaneStatus, Limit};
+use super::rank::{NcclRank, UnsentMessage};
 use super::transfer::{DoneEvent, issue_send};
 use crate::backend::cuda::driver;
 use crate::{Error, Result};
@@ -47,13 +51,14 @@ impl LaneSender {
     pub(super) fn open(rank: &Arc<NcclRank>, id: u64, ends: [usize; 2]) -> Result<Self> {
         let (queue, incoming) = channel();
         // Announced here, so that the receiver finds it even if this rank ends soon.
-        let announced = rank.announce(id)?;
+        let terms = rank.announce(id, Some(rank.ctas.lane))?;
         let (owner, rank, name) = (rank, rank.clone(), format!("nccl {} to {}", ends[0], ends[1]));
         let sending = LaneStatus::new(id, ends[1]);
         let (limit, shared) = (Limit::Send(sending.clone()), sending.clone());
         let courier = std::thread::Builder::new().name(name).spawn(move || {
+            let members = CommMembers { name: id, ranks: &ends, me: 0 };
             let delivered =
-                rank.join(announced, 2, 0, limit).and_then(|comm| deliver(&rank, &comm, &incoming));
+                open(&rank, members, terms, limit).and_then(|comm| deliver(&rank, &comm, &incoming));
             // Also after this end was closed: the receiver may wait for the message.
             if let Err(error) = delivered
                 && !shared.dropped.load(Ordering::Relaxed)
@@ -69,14 +74,14 @@ impl LaneSender {
     }
 
     /// Hands a tensor on this rank's GPU to the courier thread.
-    pub(super) fn push(&mut self, rank: &NcclRank, tensor: Tensor) -> Result<()> {
+    pub(super) fn push(&mut self, rank: &Arc<NcclRank>, tensor: Tensor) -> Result<()> {
         let Device::Cuda(device) = tensor.device() else {
             return Err(Error::Unsupported("sending a host tensor over NCCL".to_string()));
         };
         // The sender waits for this event on a stream of its own, because this thread may go on with the tensor's stream.
         let ready = device.cuda_stream().record_event(None).map_err(driver)?;
         self.sent += 1;
-        if self.end.push(CourierMessage { tensor, ready }) {
+        if self.end.push(CourierMessage { tensor, ready, unsent: UnsentMessage::new(rank) }) {
             return Ok(());
         }
         rank.lanes.check()?;
@@ -92,22 +97,42 @@ impl Drop for LaneSender {
     }
 }
 
+/// Opens the sending end of a lane.
+fn open(
+    rank: &Arc<NcclRank>,
+    members: CommMembers<'_>,
+    terms: CommTerms,
+    limit: Limit,
+) -> Result<Arc<NcclComm>> {
+    let comm = rank.join(members, terms, limit)?;
+    comm.connect_lane(members.me)?;
+    Ok(comm)
+}
+
+/// Opens the receiving end of the lane `id` between two ranks of the world, the sender first.
+pub(super) fn open_receiver(rank: &Arc<NcclRank>, id: u64, ends: [usize; 2]) -> Result<Arc<NcclComm>> {
+    let members = CommMembers { name: id, ranks: &ends, me: 1 };
+    let comm = rank.connect(members, None)?;
+    comm.connect_lane(members.me)?;
+    Ok(comm)
+}
+
 /// Delivers messages until the queue is closed.
 fn deliver(rank: &NcclRank, comm: &NcclComm, incoming: &Receiver<CourierMessage>) -> Result<()> {
-    let stream = rank.device.cuda_stream().context().new_stream().map_err(driver)?;
     let mut under_way: VecDeque<LaneMessage> = VecDeque::new();
     let mut numbers = 0..;
     loop {
         match incoming.recv_timeout(TIDY) {
-            Ok(CourierMessage { tensor, ready }) => {
-                stream.wait(&ready).map_err(driver)?;
-                let sent = issue_send(comm, std::slice::from_ref(&stream), &tensor, 1);
-                // After a failure, `stream` waits for the part that still runs.
+            Ok(CourierMessage { tensor, ready, unsent }) => {
+                let number = numbers.next().unwrap_or(u64::MAX);
+                comm.wait_for_receiver(number)?;
+                let sent = issue_send(comm, PriorWork::of(&ready), &tensor, 1);
+                drop(unsent);
+                // After a failure, what still runs of it has been aborted.
                 let arrived = match &sent {
                     Ok(done) => done.clone(),
-                    Err(_) => Arc::new(stream.record_event(None).map_err(driver)?),
+                    Err(_) => Arc::new(comm.mark()?),
                 };
-                let number = numbers.next().unwrap_or(u64::MAX);
                 under_way.push_back(LaneMessage { tensor, number, arrived });
                 sent?;
             }

@@ -1,5 +1,6 @@
 //! The lanes of a rank, of all its groups: the end of the rank closes them and waits for their messages.
-use super::comm::LaneStatus;
+use super::limit::LaneStatus;
+use super::rank::UnsentMessage;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use cudarc::driver::CudaEvent;
@@ -14,6 +15,8 @@ pub(super) struct CourierMessage {
     pub(super) tensor: Tensor,
     /// Marks when the data is ready.
     pub(super) ready: CudaEvent,
+    /// Until it is enqueued.
+    pub(super) unsent: UnsentMessage,
 }
 
 /// What closes a lane. Its rank keeps it until all messages are delivered or dropped.

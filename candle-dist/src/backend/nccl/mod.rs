@@ -22,6 +22,7 @@
 
 mod plan;
 
+mod abort;
 #[cfg(feature = "nccl")]
 mod backend;
 #[cfg(feature = "nccl")]
@@ -30,6 +31,7 @@ mod compare;
 #[cfg(all(feature = "nccl", feature = "testing"))]
 #[doc(hidden)]
 pub mod costs;
+mod ctas;
 mod devices;
 mod errors;
 #[cfg(feature = "nccl")]
@@ -39,9 +41,14 @@ mod lane;
 #[cfg(feature = "nccl")]
 mod lanes;
 #[cfg(feature = "nccl")]
+mod limit;
+#[cfg(feature = "nccl")]
 mod marks;
 #[cfg(feature = "nccl")]
+mod parked;
+#[cfg(feature = "nccl")]
 mod pools;
+mod posts;
 #[cfg(feature = "nccl")]
 mod rank;
 #[cfg(feature = "nccl")]
@@ -64,11 +71,19 @@ pub(crate) use compare::CallTable;
 #[cfg(feature = "nccl")]
 use compare::LastCalls;
 #[cfg(feature = "nccl")]
+pub(crate) use ctas::CtaLimits;
+#[cfg(feature = "nccl")]
 pub(crate) use devices::check as check_devices;
 #[cfg(feature = "nccl")]
 pub use handle::library_version;
 #[cfg(feature = "nccl")]
+pub(crate) use parked::ParkedComms;
+#[cfg(feature = "nccl")]
 pub(crate) use pools::open as open_pools;
+#[cfg(feature = "nccl")]
+pub(crate) use posts::ReceivePosts;
+#[cfg(feature = "nccl")]
+pub(crate) use rank::RankTerms;
 #[cfg(feature = "nccl")]
 pub(crate) use values::ThreadValues;
 #[cfg(feature = "nccl")]
@@ -81,11 +96,13 @@ pub(crate) use watch::WorldWatch;
 #[cfg(feature = "nccl")]
 pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
     let device = Device::new_cuda_with_stream(ordinal(info)?)?;
-    Ok(Arc::new(NcclBackend::world(
-        WorldWatch::Process(control.clone(), LastCalls::default()),
-        &device,
-        control.size(),
-    )?))
+    open_pools(std::slice::from_ref(&device))?;
+    crate::threads::note_gpu_variables();
+    let crate::launch::GpuOptions { max_ctas, abort_timeout } = control.gpu();
+    let ctas = CtaLimits::new(max_ctas, info.local_size.div_ceil(gpus()?.max(1)))?;
+    let terms = RankTerms { ctas, abort_timeout, parked: ParkedComms::new(1) };
+    let watch = WorldWatch::Process(control.clone(), LastCalls::default());
+    Ok(Arc::new(NcclBackend::world(watch, &device, control.size(), terms)?))
 }
 
 /// Checks that this process has its own GPU and a recent NCCL library. Starts nothing.
@@ -98,6 +115,12 @@ pub(crate) fn check(info: &LaunchInfo) -> Result<()> {
 /// Returns the number of this process's GPU.
 #[cfg(feature = "nccl")]
 fn ordinal(info: &LaunchInfo) -> Result<usize> {
+    info.device_ordinal(gpus()?)
+}
+
+/// Returns the number of GPUs that this process sees.
+#[cfg(feature = "nccl")]
+fn gpus() -> Result<usize> {
     let gpus = cudarc::driver::CudaContext::device_count().map_err(crate::backend::cuda::driver)?;
-    info.device_ordinal(usize::try_from(gpus).unwrap_or(0))
+    Ok(usize::try_from(gpus).unwrap_or(0))
 }

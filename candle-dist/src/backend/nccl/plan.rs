@@ -3,6 +3,7 @@
 //! NCCL moves contiguous spans of flat buffers. A piece of a dim other than the first is not contiguous, so it is
 //! packed before it is sent, and unpacked after it is received. A plan depends on the call only, not on the device.
 use crate::backend::storage::DeviceStorage;
+use crate::backend::strips::copy_rows;
 use crate::backend::{Call, Collective, Cut, Dims};
 use crate::{Error, Result};
 use candle_core::Shape;
@@ -71,7 +72,7 @@ impl StripCopies {
     pub(super) fn apply<S: DeviceStorage>(&self, source: &S, offset: usize) -> Result<S> {
         let mut made = source.device().zeros_impl(&Shape::from(self.total), source.dtype())?;
         for Strip { rows, len, from, to } in &self.strips {
-            source.copy2d(&mut made, *rows, *len, from.1, to.1, offset + from.0, to.0)?;
+            copy_rows(source, &mut made, (*rows, *len), (offset + from.0, from.1), *to)?;
         }
         Ok(made)
     }

@@ -2,7 +2,7 @@
 //!
 //! candle allocates from the default pool of a GPU, which only that GPU may access. NCCL moves data between GPUs of one
 //! process directly from buffer to buffer if they are linked, so every pool must be open to all linked GPUs.
-use crate::backend::cuda::driver;
+use crate::backend::cuda::{driver, keep_freed_memory, pool};
 use crate::{Error, Result};
 use candle_core::Device;
 use cudarc::driver::sys;
@@ -23,14 +23,14 @@ const _: () = assert!(size_of::<Access>() == size_of::<sys::CUmemAccessDesc>());
 const DEVICE: c_int = 1;
 const READ_AND_WRITE: c_int = 3;
 
-/// Opens the memory pool of each GPU to all others that are linked with it. This holds until the process ends.
+/// Opens the memory pool of each GPU to all others that are linked with it, and lets it keep what is freed. This holds until the
+/// process ends.
 pub(crate) fn open(devices: &[Device]) -> Result<()> {
+    keep_freed_memory(devices)?;
     let gpu = |device: &Device| Ok::<_, Error>(device.as_cuda_device()?.cuda_stream().context().cu_device());
     let gpus = devices.iter().map(gpu).collect::<Result<BTreeSet<_>>>()?;
     for &owner in &gpus {
-        if !has_pool(owner)? {
-            continue; // candle then allocates without a pool
-        }
+        let Some(pool) = pool(owner)? else { continue };
         let linked =
             gpus.iter().filter(|&&other| other != owner).map(|&other| Ok((other, is_linked(other, owner)?)));
         let linked = linked.collect::<Result<Vec<_>>>()?;
@@ -41,8 +41,6 @@ pub(crate) fn open(devices: &[Device]) -> Result<()> {
         if access.is_empty() {
             continue;
         }
-        // SAFETY: the device exists, since a context of it is alive.
-        let pool = unsafe { cudarc::driver::result::device::get_default_mem_pool(owner) }.map_err(driver)?;
         // SAFETY: the pool of a device always exists, and the array has as many elements as its length says, in the
         // layout of `CUmemAccessDesc`.
         unsafe { sys::cuMemPoolSetAccess(pool, access.as_ptr().cast(), access.len()) }
@@ -50,12 +48,6 @@ pub(crate) fn open(devices: &[Device]) -> Result<()> {
             .map_err(driver)?;
     }
     Ok(())
-}
-
-fn has_pool(gpu: c_int) -> Result<bool> {
-    let attribute = sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
-    // SAFETY: the device exists, since a context of it is alive.
-    Ok(unsafe { cudarc::driver::result::device::get_attribute(gpu, attribute) }.map_err(driver)? > 0)
 }
 
 /// Returns whether the GPU `from` can access memory of the GPU `to`.

@@ -1,24 +1,48 @@
 //! The state of one rank: its GPU, its view of the world, and the communicators that its watchdog monitors.
-use super::comm::{CommState, Limit, NcclComm};
-use super::handle::UniqueId;
+use super::abort::{AbortSet, last_words};
+use super::comm::{CommMembers, CommState, NcclComm};
+use super::ctas::CtaLimits;
+use super::handle::{CommTerms, UniqueId};
 use super::lanes::LaneSet;
+use super::limit::Limit;
+use super::parked::ParkedComms;
 use super::watch::WorldWatch;
 use crate::backend::cuda::driver;
 use crate::{Error, Result};
 use candle_core::{CudaDevice, Device};
-use cudarc::driver::CudaEvent;
+use cudarc::driver::{CudaEvent, CudaStream};
 use parking_lot::Mutex;
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 /// The interval of the watchdog.
 const PATROL: Duration = Duration::from_millis(200);
 
+/// What a rank gets from its world at the start.
+pub(crate) struct RankTerms {
+    pub(crate) ctas: CtaLimits,
+    /// How long an abort may take before the process ends.
+    pub(crate) abort_timeout: Duration,
+    pub(crate) parked: Arc<ParkedComms>,
+}
+
 /// The state of one rank.
 pub(super) struct NcclRank {
     pub(super) watch: WorldWatch,
     pub(super) device: CudaDevice,
+    /// The priority of the streams of communicators: the highest. Streams of one priority share few connections to the GPU, where
+    /// one that waits holds up those behind it, and kernels of others come before the program's.
+    pub(super) priority: i32,
+    /// Held by the thread that enqueues a call.
+    pub(super) turn: Mutex<()>,
+    pub(super) ctas: CtaLimits,
+    pub(super) parked: Arc<ParkedComms>,
+    aborts: Arc<AbortSet>,
+    abort_timeout: Duration,
+    /// How many messages wait for their receivers and are not enqueued.
+    unsent: AtomicUsize,
     comms: Mutex<Vec<Weak<CommState>>>,
     /// How many groups of the same members this rank has created.
     groups: Mutex<HashMap<Vec<usize>, u64>>,
@@ -26,7 +50,23 @@ pub(super) struct NcclRank {
     pub(super) lanes: LaneSet,
 }
 
-/// Returns the key under which ranks share the id of a communicator.
+/// A message that is not enqueued yet, until this is dropped.
+pub(super) struct UnsentMessage(Arc<NcclRank>);
+
+impl UnsentMessage {
+    pub(super) fn new(rank: &Arc<NcclRank>) -> Self {
+        rank.unsent.fetch_add(1, Ordering::AcqRel);
+        Self(rank.clone())
+    }
+}
+
+impl Drop for UnsentMessage {
+    fn drop(&mut self) {
+        self.0.unsent.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// Returns the key under which ranks share the terms of a communicator.
 fn key(name: u64) -> String {
     format!("nccl/{name:016x}")
 }
@@ -47,15 +87,26 @@ impl PollPause {
 
 impl NcclRank {
     /// Creates the state of the rank on `device`, with its watchdog.
-    pub(super) fn new(watch: WorldWatch, device: &Device) -> Result<Arc<Self>> {
+    pub(super) fn new(watch: WorldWatch, device: &Device, terms: RankTerms) -> Result<Arc<Self>> {
         let device = device.as_cuda_device()?.clone();
+        device.cuda_stream().context().bind_to_thread().map_err(driver)?;
+        let (_, priority) = cudarc::driver::result::stream::get_priority_range().map_err(driver)?;
+        let RankTerms { ctas, abort_timeout, parked } = terms;
         let rank = Arc::new(Self {
             watch,
             device,
+            priority,
+            turn: Mutex::default(),
+            ctas,
+            parked,
+            aborts: Arc::default(),
+            abort_timeout,
+            unsent: AtomicUsize::new(0),
             comms: Mutex::default(),
             groups: Mutex::default(),
             lanes: LaneSet::default(),
         });
+        rank.parked.add(Arc::downgrade(&rank));
         let (patrolled, name) = (Arc::downgrade(&rank), format!("nccl watchdog {}", rank.watch.rank()));
         let patrol = move || {
             while let Some(rank) = patrolled.upgrade() {
@@ -88,38 +139,59 @@ impl NcclRank {
         crate::control::group_id(ranks, *nth)
     }
 
-    /// Creates the communicator `name` of `ranks` (of the world), in which this rank is the `me`-th. All use one name.
-    pub(super) fn connect(self: &Arc<Self>, name: u64, ranks: &[usize], me: usize) -> Result<Arc<NcclComm>> {
-        let id = if me == 0 { self.announce(name)? } else { self.learn(name, ranks[0])? };
-        self.join(id, ranks.len(), me, Limit::Timeout)
+    /// Creates a communicator with the members, all of which do so, whose kernels have at most `ctas` thread blocks if this is
+    /// the first of them.
+    pub(super) fn connect(
+        self: &Arc<Self>,
+        members: CommMembers<'_>,
+        ctas: Option<u32>,
+    ) -> Result<Arc<NcclComm>> {
+        let terms = match members.me {
+            0 => self.announce(members.name, ctas)?,
+            _ => self.learn(members.name, members.ranks[0])?,
+        };
+        self.join(members, terms, Limit::Timeout)
     }
 
-    /// Creates the id of the communicator `name` and shares it, without waiting for the others.
-    pub(super) fn announce(&self, name: u64) -> Result<UniqueId> {
+    /// Decides the terms of the communicator `name` and shares them, without waiting for the others.
+    pub(super) fn announce(&self, name: u64, ctas: Option<u32>) -> Result<CommTerms> {
         let id = UniqueId::new().map_err(|message| self.watch.fail_with(message))?;
-        self.watch.set(&key(name), &id.to_bytes())?;
-        Ok(id)
+        let terms = CommTerms { id, ctas };
+        self.watch.set(&key(name), &terms.to_bytes())?;
+        Ok(terms)
     }
 
-    /// Returns the id of the communicator `name`, which rank `from` of the world creates.
-    fn learn(&self, name: u64, from: usize) -> Result<UniqueId> {
+    /// Returns the terms of the communicator `name`, which rank `from` of the world decides.
+    fn learn(&self, name: u64, from: usize) -> Result<CommTerms> {
         let bytes = self.watch.get(&key(name), from)?;
         let bad =
             || self.watch.fail_with(format!("{} bytes from rank {from}, which are no NCCL id", bytes.len()));
-        UniqueId::from_bytes(&bytes).ok_or_else(bad)
+        CommTerms::from_bytes(&bytes).ok_or_else(bad)
     }
 
-    /// Joins a communicator of `size` members as the `me`-th. Returns when all have joined.
+    /// Joins a communicator. Returns when all members have joined and know it: a kernel that is enqueued earlier could wait for a
+    /// member that still connects, and NCCL's connecting for that kernel (issue 581 of NCCL).
     pub(super) fn join(
         self: &Arc<Self>,
-        id: UniqueId,
-        size: usize,
-        me: usize,
+        members: CommMembers<'_>,
+        terms: CommTerms,
         limit: Limit,
     ) -> Result<Arc<NcclComm>> {
-        let comm = Arc::new(NcclComm::connect(self, id, size, me, limit)?);
+        let comm = Arc::new(NcclComm::connect(self, members, terms, limit)?);
         self.comms.lock().push(Arc::downgrade(comm.line()));
+        self.meet(members)?;
         Ok(comm)
+    }
+
+    /// Waits until all members have come here, without the GPU.
+    fn meet(&self, CommMembers { name, ranks, me }: CommMembers<'_>) -> Result<()> {
+        let here = |member: usize| format!("{}/{member}", key(name));
+        if me > 0 {
+            self.watch.set(&here(me), &[])?;
+            return self.watch.get(&here(0), ranks[0]).map(drop);
+        }
+        (1..ranks.len()).try_for_each(|member| self.watch.get(&here(member), ranks[member]).map(drop))?;
+        self.watch.set(&here(0), &[])
     }
 
     /// Waits on the host until the GPU has reached `event`.
@@ -135,10 +207,52 @@ impl NcclRank {
         self.watch.check()
     }
 
+    /// Makes the stream of the program wait for the end of a call, for which other ranks are needed.
+    ///
+    /// A stream that waits may hold up others on the GPU, which has few queues for them: also a message that the
+    /// other rank needs before it makes the call. So the host waits, as long as a message of this rank is not enqueued.
+    pub(super) fn rejoin(&self, stream: &CudaStream, done: &CudaEvent) -> Result<()> {
+        let mut patience = PollPause::default();
+        while self.unsent.load(Ordering::Acquire) > 0
+            && self.watch.failure().is_none()
+            && matches!(done.try_is_complete(), Ok(false))
+        {
+            patience.pause();
+        }
+        stream.wait(done).map_err(driver)
+    }
+
     /// Waits until the calls on all communicators have ended, unless the world fails.
     pub(super) fn settle(&self) {
         let comms: Vec<_> = self.comms.lock().iter().filter_map(Weak::upgrade).collect();
         comms.iter().for_each(|comm| _ = comm.is_settled());
+    }
+
+    /// Returns whether no call of this rank is under way.
+    pub(super) fn is_idle(&self) -> bool {
+        let comms: Vec<_> = self.comms.lock().iter().filter_map(Weak::upgrade).collect();
+        comms.iter().all(|comm| comm.is_idle())
+    }
+
+    /// Runs the abort of a communicator whose latest call is `call`, on a thread of its own.
+    pub(super) fn abort(&self, call: &'static str, abort: impl FnOnce() + Send + 'static) {
+        let why = self.watch.failure().map_or("it ended early".to_string(), |failure| failure.cause.to_string());
+        let words = last_words(self.watch.rank(), self.gpu(), call, self.abort_timeout, &why);
+        let context = self.device.cuda_stream().context().clone();
+        let abort = move || {
+            // NCCL sets the device by itself where it needs it. It must not fail here without one.
+            let _ = context.bind_to_thread();
+            abort();
+        };
+        self.aborts.start(self.abort_timeout, abort, move || {
+            eprintln!("{words}");
+            std::process::abort();
+        });
+    }
+
+    /// Waits until all aborts have returned. One that does not ends the process.
+    pub(super) fn wait_for_aborts(&self) {
+        self.aborts.wait(self.abort_timeout);
     }
 
     fn patrol(&self) {
@@ -154,5 +268,6 @@ impl NcclRank {
             comm.inspect();
         }
         self.lanes.tidy();
+        self.parked.tidy();
     }
 }

@@ -1,8 +1,9 @@
 //! Prepares the tensors of a collective in GPU memory, and enqueues NCCL's calls.
-use super::comm::NcclComm;
+use super::comm::{NcclComm, PriorWork};
 use super::marks;
 use super::plan::{BufferSpan, FlatTransfer, TransferPlan};
-use crate::backend::cuda::{address, driver, memory, written};
+use super::rank::NcclRank;
+use crate::backend::cuda::{address, memory, note_written, written};
 use crate::backend::storage::DeviceStorage;
 use crate::backend::{Call, Fresh, ReduceOp};
 use crate::{Error, Result};
@@ -124,7 +125,7 @@ pub(super) fn issue(
     call: &Call,
     prepared: &[TensorTransfer],
 ) -> Result<DoneEvent> {
-    comm.issue(call.op().name(), after, |comm, stream| {
+    comm.issue(call.op().name(), PriorWork::on(after), |comm, stream| {
         let codes =
             prepared.iter().map(|prepared| prepared.enqueue(call.collective.reduction(), comm, stream));
         first_error(codes)
@@ -133,6 +134,7 @@ pub(super) fn issue(
 
 /// Enqueues an all_reduce or a broadcast whose result overwrites `tensor`, which must be contiguous.
 pub(super) fn issue_in_place(
+    rank: &NcclRank,
     comm: &NcclComm,
     main: &Arc<CudaStream>,
     call: &Call,
@@ -140,16 +142,18 @@ pub(super) fn issue_in_place(
 ) -> Result<()> {
     let plan = TransferPlan::new(call, 0, 0, tensor.dims())?;
     let place = address_of(tensor);
-    let done = comm.issue(call.op().name(), std::slice::from_ref(main), |comm, stream| {
+    let done = comm.issue(call.op().name(), PriorWork::on(std::slice::from_ref(main)), |comm, stream| {
         enqueue(&plan.transfer, (place, place), tensor.dtype(), call.collective.reduction(), comm, stream)
     })?;
-    main.wait(&done).map_err(driver)
+    rank.rejoin(main, &done)?;
+    // Other `Device`s of this GPU have streams of their own.
+    note_written(tensor)
 }
 
-/// Enqueues a send of `tensor`, whose data is there after the work on `after`, to the member `peer`.
+/// Enqueues a send of `tensor`, whose data is there after the work `after`, to the member `peer`.
 pub(super) fn issue_send(
     comm: &NcclComm,
-    after: &[Arc<CudaStream>],
+    after: PriorWork<'_>,
     tensor: &Tensor,
     peer: usize,
 ) -> Result<DoneEvent> {
@@ -160,17 +164,25 @@ pub(super) fn issue_send(
     })
 }
 
-/// Enqueues a receive of a tensor of `call`'s shape and dtype from the member `peer`, into new memory of `device`.
-pub(super) fn issue_receive(comm: &NcclComm, device: &CudaDevice, call: &Call, peer: usize) -> Result<Fresh> {
+/// Enqueues a receive of a tensor of `call`'s shape and dtype from the member `peer`, into new memory of this rank's GPU. Calls
+/// `enqueued` then, and before the program's stream waits for the message.
+pub(super) fn issue_receive(
+    rank: &NcclRank,
+    comm: &NcclComm,
+    call: &Call,
+    peer: usize,
+    enqueued: impl FnOnce(),
+) -> Result<Fresh> {
     let (shape, dtype) = (Shape::from(call.shape.as_slice()), call.dtype.unwrap_or(DType::U8));
-    let mut storage = memory(device, shape.elem_count(), dtype)?;
+    let mut storage = memory(&rank.device, shape.elem_count(), dtype)?;
     let receives = vec![BufferSpan { peer, start: 0, len: shape.elem_count() }];
     let (transfer, place) = (FlatTransfer::SendReceive { sends: Vec::new(), receives }, address(&storage, 0));
-    let stream = device.cuda_stream();
-    let after = std::slice::from_ref(&stream);
+    let stream = rank.device.cuda_stream();
+    let after = PriorWork::on(std::slice::from_ref(&stream));
     let done =
         comm.issue("recv", after, |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream))?;
-    stream.wait(&done).map_err(driver)?;
+    enqueued();
+    rank.rejoin(&stream, &done)?;
     written(&mut storage);
     Ok(Fresh { storage: Storage::Cuda(storage), shape })
 }

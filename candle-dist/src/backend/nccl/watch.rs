@@ -1,5 +1,6 @@
 //! A rank's access to its world: failures, the calls of ranks, and small values.
 use super::compare::{CallTable, LastCalls};
+use super::posts::ReceivePosts;
 use super::values::ThreadValues;
 use crate::backend::threads::WorldState;
 use crate::backend::{Call, Op};
@@ -18,6 +19,8 @@ pub(crate) enum WorldWatch {
         values: Arc<ThreadValues>,
         /// The calls that they compare.
         calls: Arc<CallTable>,
+        /// The receives that they have enqueued.
+        posts: Arc<ReceivePosts>,
         /// This rank.
         rank: usize,
     },
@@ -39,7 +42,37 @@ impl Drop for WorldGuard<'_> {
     }
 }
 
+/// How long a message waits for its receive before it looks for failures.
+const TICK: Duration = Duration::from_millis(20);
+
 impl WorldWatch {
+    /// Returns whether the ranks are threads of this process.
+    pub(super) fn is_thread(&self) -> bool {
+        matches!(self, Self::Thread { .. })
+    }
+
+    /// Notes that this rank has enqueued the receive `number` of a channel.
+    pub(super) fn note_receive(&self, channel: u64, number: u64) {
+        if let Self::Thread { posts, .. } = self {
+            posts.note(channel, number);
+        }
+    }
+
+    /// Forgets channels on which this rank has received all that it will.
+    pub(super) fn forget_receives(&self, channels: &[u64]) {
+        if let Self::Thread { posts, .. } = self {
+            posts.forget(channels);
+        }
+    }
+
+    /// Returns whether the receive `number` of a channel is enqueued. Waits a little for it.
+    pub(super) fn is_awaited(&self, channel: u64, number: u64) -> bool {
+        match self {
+            Self::Thread { posts, .. } => posts.has(channel, number, TICK),
+            Self::Process(..) => true,
+        }
+    }
+
     /// Returns this rank in the world.
     pub(super) fn rank(&self) -> usize {
         match self {

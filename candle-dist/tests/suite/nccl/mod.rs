@@ -7,6 +7,7 @@ mod copies;
 mod costs;
 mod faults;
 mod kernels;
+mod parked;
 mod seeds;
 mod waits;
 
@@ -157,6 +158,24 @@ fn a_result_may_be_copied_to_another_device_at_once() {
                     let sum = ctx.group().all_reduce(&x, ReduceOp::Sum)?;
                     assert_eq!(sum.to_device(&other)?.to_vec1::<f32>()?, vec![sum_of(n); len]);
                 }
+            }
+            Ok::<_, candle_dist::Error>(())
+        });
+    }
+}
+
+#[test]
+fn a_result_in_place_may_be_copied_to_another_device_at_once() {
+    for n in sizes(2) {
+        on_ranks(n, "copies of results in place", move |ctx| {
+            let other = Device::new_cuda_with_stream(ctx.rank())?;
+            for op in [Collective::AllReduce(ReduceOp::Sum), Collective::Broadcast { root: 1 }] {
+                let var = Var::from_tensor(&computed(ctx.rank(), 70_000, ctx.device())?)?;
+                let want = if op == (Collective::Broadcast { root: 1 }) { 3.0 } else { sum_of(n) };
+                ctx.group().call(op).in_place(&var)?;
+                // The copy runs on the other device's stream.
+                let copy = var.as_detached_tensor().to_device(&other)?;
+                assert_eq!(copy.to_vec1::<f32>()?, vec![want; 70_000]);
             }
             Ok::<_, candle_dist::Error>(())
         });

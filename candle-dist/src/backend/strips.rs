@@ -1,0 +1,106 @@
+//! Copies of rows of any size. candle's kernel counts elements and strides in 32 bits, and would leave out the rest.
+use super::storage::DeviceStorage;
+use crate::Result;
+use smallvec::{SmallVec, smallvec};
+
+/// The most elements of a copy, and the largest distance of its runs.
+const MOST: usize = u32::MAX as usize;
+
+/// A copy of `rows` runs of `len` elements, with the start of the first run and the distance of the runs in both buffers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct RowCopy {
+    rows: usize,
+    len: usize,
+    from: (usize, usize),
+    to: (usize, usize),
+}
+
+/// Copies `rows` runs of `len` elements. Each place is the start of the first run, and the distance of the runs.
+pub(super) fn copy_rows<S: DeviceStorage>(
+    source: &S,
+    to: &mut S,
+    (rows, len): (usize, usize),
+    from_place: (usize, usize),
+    to_place: (usize, usize),
+) -> Result<()> {
+    for RowCopy { rows, len, from, to: at } in
+        (RowCopy { rows, len, from: from_place, to: to_place }).within(MOST)
+    {
+        source.copy2d(to, rows, len, from.1, at.1, from.0, at.0)?;
+    }
+    Ok(())
+}
+
+impl RowCopy {
+    /// Returns copies of at most so many elements, with no larger distances, that copy the same together.
+    fn within(self, most: usize) -> SmallVec<[Self; 1]> {
+        let Self { rows, len, from, to } = self;
+        if rows == 0 || len == 0 {
+            return SmallVec::new();
+        }
+        let is_far = rows > 1 && from.1.max(to.1) > most;
+        if !is_far && rows.checked_mul(len).is_some_and(|count| count <= most) {
+            return smallvec![self];
+        }
+        // Rows that are too long or too far from each other are copied one by one, and then they have no distance.
+        let (height, width) = if is_far || len > most { (1, len.min(most)) } else { (most / len, len) };
+        let pieces = (0..rows).step_by(height).flat_map(|row| {
+            (0..len).step_by(width).map(move |start| {
+                let (rows, len) = (height.min(rows - row), width.min(len - start));
+                let place = |(first, step): (usize, usize)| {
+                    (first + row * step + start, if rows == 1 { len } else { step })
+                };
+                Self { rows, len, from: place(from), to: place(to) }
+            })
+        });
+        pieces.collect()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+    use candle_core::CpuStorage;
+    use candle_core::backend::BackendStorage;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn strips_together_are_the_whole(
+            most in 1usize..40, rows in 0usize..6, len in 0usize..6, gaps in (0usize..30, 0usize..30),
+            starts in (0usize..3, 0usize..3),
+        ) {
+            let (from, to) = ((starts.0, len + gaps.0), (starts.1, len + gaps.1));
+            let room = |place: (usize, usize)| place.0 + rows * place.1;
+            let source = CpuStorage::U32((0..room(from) as u32).collect());
+            let copied = |copies: &[RowCopy]| {
+                let mut made = CpuStorage::U32(vec![u32::MAX; room(to)]);
+                for RowCopy { rows, len, from, to } in copies {
+                    source.copy2d(&mut made, *rows, *len, from.1, to.1, from.0, to.0).unwrap();
+                }
+                made.as_slice::<u32>().unwrap().to_vec()
+            };
+            let whole = RowCopy { rows, len, from, to };
+            let strips = whole.within(most);
+            prop_assert!(strips.iter().all(|it| it.rows * it.len <= most && it.from.1.max(it.to.1) <= most));
+            prop_assert_eq!(copied(&strips), copied(&[whole]));
+        }
+    }
+
+    #[test]
+    fn copies_of_more_than_32_bits_are_cut_and_others_are_not() {
+        let copy = |rows, len, step| RowCopy { rows, len, from: (7, step), to: (0, len) };
+        let small = copy(1 << 14, 1 << 17, 1 << 18);
+        assert_eq!(small.within(MOST)[..], [small]);
+        // Logits of 16k tokens and 256k words on two ranks.
+        for big in [copy(1 << 14, 1 << 18, 1 << 19), copy(3, 1 << 33, 1 << 34), copy(5, 8, 1 << 33)] {
+            let strips = big.within(MOST);
+            let is_small = |it: &RowCopy| {
+                it.rows * it.len <= MOST && it.from.1 <= MOST && it.to.1 <= MOST
+            };
+            assert!(strips.len() > 1 && strips.iter().all(is_small), "{strips:?}");
+            assert_eq!(strips.iter().map(|it| it.rows * it.len).sum::<usize>(), big.rows * big.len);
+        }
+    }
+}
