@@ -61,7 +61,7 @@ mkdir -p "$programs" "$folder"
 built() {
   local name="$1" path
   shift
-  path="$(cargo "$@" --release --locked --message-format json |
+  path="$(cargo "$@" --release --locked --message-format json-render-diagnostics |
     grep -o "\"executable\":\"[^\"]*/$name\(-[0-9a-f]*\)\?\"" | tail -n 1 | cut -d'"' -f4)"
   [ -x "$path" ] || { echo "error: $name cannot be built" >&2; exit 1; }
   strip -o "$programs/$name" "$path"

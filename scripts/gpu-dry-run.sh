@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.."
 built() {
   local name="$1" path
   shift
-  path="$(cargo "$@" --locked --quiet --message-format json |
+  path="$(cargo "$@" --locked --quiet --message-format json-render-diagnostics |
     grep -o "\"executable\":\"[^\"]*/$name\(-[0-9a-f]*\)\?\"" | tail -n 1 | cut -d'"' -f4)"
   [ -x "$path" ] || { echo "error: $name cannot be built" >&2; exit 1; }
   ln -sf "$path" "$folder/dry/programs/$name"
