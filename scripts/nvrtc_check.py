@@ -21,6 +21,8 @@ TEXTS = [
     ("random/draw.cu", [None], False, True),
     ("device_rows/rows.cu", [None], False, True),
     ("attention/attend.cu", ["float", "f16", "bf16"], True, False),
+    *((f"fused/{name}.cu", [None], True, False) for name in ["norms", "functions", "softmax", "cross_entropy"]),
+    *((f"fused/{name}.cu", [None], True, True) for name in ["rope", "adam_w"]),
 ]
 ROUNDED = re.compile(r"(?:add|sub|mul|div|sqrt)\.rn\.f(?:32|64)")
 
@@ -79,7 +81,8 @@ def main() -> None:
     prelude = (sources / "device_text/prelude.cu").read_text()
     rows = []
     for name, elements, has_prelude, is_exact in TEXTS:
-        text = (prelude if has_prelude else "") + (sources / name).read_text()
+        shared = (sources / "fused/numbers.cu").read_text() if name.startswith("fused/") else ""
+        text = (prelude if has_prelude else "") + shared + (sources / name).read_text()
         for element in elements:
             source = (f"#define ELEMENT {element}\n" if element else "") + text
             options = [*OPTIONS, f"--fmad={'false' if is_exact else 'true'}"]
