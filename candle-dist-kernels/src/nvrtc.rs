@@ -40,8 +40,14 @@ type KernelFunction = (CudaFunction, Arc<[usize]>);
 impl Kernels {
     /// Names the text of some kernels.
     pub(crate) const fn new(name: &'static str, source: &'static str, rounding: Rounding) -> Self {
-        let (images, modules) = (Mutex::new(BTreeMap::new()), Mutex::new(BTreeMap::new()));
-        Self { name, source, rounding, images, modules, functions: Mutex::new(BTreeMap::new()) }
+        Self {
+            name,
+            source,
+            rounding,
+            images: Mutex::new(BTreeMap::new()),
+            modules: Mutex::new(BTreeMap::new()),
+            functions: Mutex::new(BTreeMap::new()),
+        }
     }
 
     /// Returns a kernel on the stream of a device.
