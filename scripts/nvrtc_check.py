@@ -15,13 +15,15 @@ import sys
 WHEELS = ["nvidia-cuda-nvrtc==13.0.88", "nvidia-cuda-nvcc==13.0.88"]
 GENERATIONS = [80, 90, 100]
 OPTIONS = ["--ftz=false", "--prec-sqrt=true", "--prec-div=true"]  # those of nvrtc.rs
-PRELUDE = "device_text/prelude.cu"
+PRELUDE, NUMBERS = "device_text/prelude.cu", "fused/numbers.cu"
 # The texts: their files, the types of their elements for which they are compiled, and whether each operation is rounded by itself.
 TEXTS = [
     (["random/draw.cu"], [None], True),
     (["device_rows/rows.cu"], [None], True),
     ([PRELUDE, "attention/attend.cu", "attention/tensor.cu"], ["float", "f16", "bf16"], False),
     ([PRELUDE, "attention/decode.cu"], ["float", "f16", "bf16"], False),
+    *(([PRELUDE, NUMBERS, f"fused/{name}.cu"], [None], False) for name in ["norms", "functions", "softmax", "cross_entropy"]),
+    *(([PRELUDE, NUMBERS, f"fused/{name}.cu"], [None], True) for name in ["rope", "adam_w"]),
 ]
 ROUNDED = re.compile(r"(?:add|sub|mul|div|sqrt)\.rn\.f(?:32|64)")
 

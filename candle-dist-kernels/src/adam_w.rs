@@ -1,8 +1,9 @@
 use candle_core::backprop::GradStore;
-use candle_core::{Result, Tensor, Var};
+use candle_core::{Result, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 
 use super::fused;
+use super::fused::adam_w::{AdamWOptions, AdamWUpdate};
 use super::master::{check_gradient, master_of};
 use super::rules::{AdamWRule, Update};
 
@@ -110,20 +111,6 @@ impl Optimizer for AdamW {
     }
 }
 
-/// A variable, or its master, that a step updates.
-pub struct AdamWUpdate<'a> {
-    /// The steps of the variable, with this one.
-    pub steps: u32,
-    /// The variable.
-    pub var: &'a Var,
-    /// The 32-bit copy that is stepped instead of a 16-bit variable.
-    pub master: Option<&'a Var>,
-    /// The running means of the gradient and of its square.
-    pub moments: [&'a Var; 2],
-    /// The gradient.
-    pub grad: &'a Tensor,
-}
-
 /// Updates variables, in one launch for many on a CUDA device.
 ///
 /// # Errors
@@ -131,25 +118,24 @@ pub struct AdamWUpdate<'a> {
 /// would have.
 pub fn step_adam_w(params: &ParamsAdamW, updates: &[AdamWUpdate<'_>]) -> Result<()> {
     let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
-    let scales = |update: &AdamWUpdate<'_>| {
-        [beta1, beta2].map(|beta| 1.0 / (1.0 - beta.powi(update.steps as i32)))
-    };
-    let rule = |scales: [f64; 2]| AdamWRule { lr, betas: [beta1, beta2], scales, eps, keep: 1.0 - lr * weight_decay };
+    let options = AdamWOptions { lr, betas: [beta1, beta2], eps, keep: 1.0 - lr * weight_decay };
     let mut launches: Vec<(&'static str, Vec<&AdamWUpdate<'_>>)> = Vec::new();
     for update in updates {
-        check_gradient("AdamW", update.var, update.grad)?;
-        let Some(kernel) = fused::adam_w::kernel(update).filter(|_| update.var.elem_count() > 0) else {
-            let AdamWUpdate { var, master, moments, grad, .. } = *update;
-            rule(scales(update)).update_all("AdamW", (var, master), moments, grad)?;
+        let AdamWUpdate { steps, var, master, moments, grad } = *update;
+        check_gradient("AdamW", var, grad)?;
+        let Some(kernel) = fused::adam_w::kernel(update).filter(|_| var.elem_count() > 0) else {
+            let AdamWOptions { lr, betas, eps, keep } = options;
+            let rule = AdamWRule { lr, betas, scales: options.scales(steps), eps, keep };
+            rule.update_all("AdamW", (var, master), moments, grad)?;
             continue;
         };
         let is_of = |(name, of): &&mut (&str, Vec<&AdamWUpdate<'_>>)| {
-            *name == kernel && of[0].var.device().same_device(update.var.device())
+            *name == kernel && of[0].var.device().same_device(var.device())
         };
         match launches.iter_mut().find(is_of) {
             Some((_, of)) => of.push(update),
             None => launches.push((kernel, vec![update])),
         }
     }
-    launches.iter().try_for_each(|(kernel, of)| fused::adam_w::step(kernel, of, &rule([1.0; 2]), &scales))
+    launches.iter().try_for_each(|(kernel, of)| fused::adam_w::step(kernel, of, options))
 }

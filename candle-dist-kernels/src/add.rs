@@ -57,7 +57,9 @@ fn add_rows(a: &Tensor, b: &Tensor, [of_a, of_b]: [usize; 2]) -> Result<Tensor> 
             (Storage::Cpu(a_s), Storage::Cpu(b_s)) => {
                 Storage::Cpu(sum(a_s, a_l, b_s, &b_l.broadcast_as(a.shape())?)?)
             }
-            (Storage::Cuda(a_s), Storage::Cuda(b_s)) => Storage::Cuda(a_s.binary_impl::<op::Add>(b_s, a_l, b_l)?),
+            (Storage::Cuda(a_s), Storage::Cuda(b_s)) => {
+                Storage::Cuda(a_s.binary_impl::<op::Add>(b_s, a_l, b_l)?)
+            }
             _ => bail!("add: expected tensors on the CPU or on one CUDA device"),
         }
     };

@@ -2,7 +2,11 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Error, Layout, Result, S
 use candle_dist_base::{ReduceOp, edges, empty};
 
 use super::{
-    TensorReader, compute_dtype, elements, fused,
+    TensorReader, compute_dtype, elements,
+    fused::{
+        self,
+        cross_entropy::{JoinPieces, LossWeights},
+    },
     real::Real,
     rows::{by_blocks, max, new_by_blocks, sum, sum_zip},
 };
@@ -74,21 +78,22 @@ pub struct Goals {
     pub spread_total: f64,
 }
 
-/// Reduces `[n]` over the pieces of the classes.
-pub(crate) type JoinPieces<'a> = dyn Fn(&Tensor, ReduceOp) -> Result<Tensor> + 'a;
-
 /// Returns for each row the sum of the negative log likelihoods of the local classes, weighted by `goals`.
 ///
 /// `logits` is `[n, c]` with a piece of the classes; the result is `[n]`, in f32 or f64. Its sum over all pieces is the
 /// loss. `join` reduces `[n]` over the pieces. The gradient is that of the sum over the pieces.
-pub fn weighted_cross_entropy(
-    logits: &Tensor,
-    goals: Goals,
-    join: &JoinPieces<'_>,
-) -> Result<Tensor> {
+pub fn weighted_cross_entropy(logits: &Tensor, goals: Goals, join: &JoinPieces<'_>) -> Result<Tensor> {
     let dtype = compute_dtype("cross_entropy", logits)?;
     if fused::computes(&[logits]) {
-        return fused::cross_entropy::weighted(logits, &goals, join);
+        let of_rows = |number: &dyn Fn(&Goal) -> f64| goals.rows.iter().map(number).collect();
+        let weights = LossWeights {
+            targets: goals.rows.iter().map(|goal| goal.class).collect(),
+            peaks: of_rows(&|goal| goal.peak),
+            shares: of_rows(&|goal| goal.spread),
+            spread: &goals.spread,
+            total: goals.spread_total,
+        };
+        return fused::cross_entropy::weighted(logits, &weights, join);
     }
     let x = empty::compute(logits, |logits| edges::to_dtype(logits, dtype))?.contiguous()?;
     if !x.device().is_cpu() {
@@ -133,11 +138,7 @@ fn normalizer<T: Real>(x: &Tensor) -> Result<(Tensor, Tensor)> {
 
 /// Like [`weighted_cross_entropy`] of f32 or f64 with candle's own operations, as off the CPU. What comes from the host has the
 /// size of a row or of a column.
-pub fn composed(
-    x: &Tensor,
-    goals: &Goals,
-    join: &JoinPieces<'_>,
-) -> Result<Tensor> {
+pub fn composed(x: &Tensor, goals: &Goals, join: &JoinPieces<'_>) -> Result<Tensor> {
     let (rows, classes) = x.dims2()?;
     if rows * classes == 0 {
         // Other pieces have classes and wait for this one, in the backward pass too.

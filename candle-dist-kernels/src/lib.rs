@@ -100,7 +100,7 @@ pub use masked_softmax::masked_softmax;
 pub use pool::{Pool, avg_pool2d, max_pool2d, upsample_bilinear2d, upsample_nearest2d};
 pub use quantized::{QuantizedMatrix, dequantized_linear, quantized_linear};
 pub use reshape::reshape;
-pub use rms_norm::rms_norm;
+pub use rms_norm::{add_rms_norm, rms_norm};
 pub use rope::{RopePairs, rope};
 pub use short_conv::short_conv;
 pub use silu_gate::silu_gate;
@@ -110,7 +110,7 @@ pub use weight_sink::{DeferredGradient, WeightSink, weight_sink, with_weight_sin
 /// Parts of the ops and optimizers of `candle-shard`. They may change in any version.
 #[doc(hidden)]
 pub mod parts {
-    pub use crate::adam_w::{AdamWUpdate, step_adam_w};
+    pub use crate::adam_w::step_adam_w;
     pub use crate::attention::{
         AttentionBackward, AttentionDtype, KeyBlock, Partial, Scale, SoftmaxNorms, Visible, decode_attn,
         join_all, sizes, split_sums, with_backward,
@@ -124,6 +124,7 @@ pub mod parts {
     pub use crate::flash_attn::flash_attn_of_blocks;
     pub use crate::function::Function;
     pub use crate::fused::KernelText;
+    pub use crate::fused::adam_w::AdamWUpdate;
     pub use crate::fused::emulated::{HostArgument, HostLaunch, HostRunner, with_kernels_on_host};
     pub use crate::master::{master_of, on_master};
     pub use crate::pool::upsample_bilinear2d_scaled;

@@ -59,7 +59,8 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 pub(super) fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (k, shape) = (weight.dim(1)?, out_shape(x.layout(), weight.layout()));
     let sink = weight_sink().filter(|_| weight.track_op());
-    let is_node = sink.is_some() || edges::has_ticket(&[x, weight]) && x.elem_count() * weight.elem_count() > 0;
+    let is_node =
+        sink.is_some() || edges::has_ticket(&[x, weight]) && x.elem_count() * weight.elem_count() > 0;
     if !is_node && x.elem_count() * weight.elem_count() == 0 {
         let nothing = empty::zeros_of(&[x, weight], shape.clone(), x.dtype())?;
         return match bias {

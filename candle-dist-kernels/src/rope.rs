@@ -57,7 +57,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePa
     let first = offset.min(table.saturating_sub(rows));
     let [cos, sin] = [cos, sin].map(|t| t.reshape((batch, table, half))?.narrow(1, first, rows));
     if half > 0 && fused::computes(&[x]) {
-        return fused::rope::rope(x, [&cos?, &sin?], pairs);
+        return fused::rope::rope(x, [&cos?, &sin?], pairs == RopePairs::Neighbors);
     }
     if !x.device().is_cpu() {
         return composed(x, &cos?, &sin?, half, pairs);

@@ -203,6 +203,13 @@ impl DecoderLayer {
             let mixed = self.add(x, &mixer.forward(&normed, angles, turns, keys)?)?;
             return self.add(&mixed, &feed_forward.forward(&normed, x)?);
         }
+        if let ([first, between, Some(second), after], Some(mixer), Some(network)) =
+            (&self.norms, &self.mixer, &self.feed_forward)
+        {
+            let mixed = through(between, &mixer.forward(&through(first, x)?, angles, turns, keys)?)?;
+            let [x, normed] = second.forward_sum(x, &scaled(&mixed, self.branch_scale)?)?;
+            return self.add(&x, &through(after, &network.forward(&normed, &x)?)?);
+        }
         self.fed(&self.mixed(x, angles, turns, keys)?)
     }
 

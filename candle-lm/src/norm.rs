@@ -58,6 +58,16 @@ impl Norm {
         }
     }
 
+    /// The sum of two tensors, and its normalized rows.
+    pub(crate) fn forward_sum(&self, x: &DTensor, more: &DTensor) -> Result<[DTensor; 2]> {
+        if self.bias.is_some() || self.adds_one {
+            let sum = x.add(more)?;
+            let normed = self.forward(&sum)?;
+            return Ok([sum, normed]);
+        }
+        x.add_rms_norm(more, &self.weight, self.eps)
+    }
+
     /// Heads `[batch, heads, tokens, dim]`, normalized by the mean over all of them. Each rank has some heads, and the
     /// ranks exchange one number a token. Heads that are there several times, one after the other, count so.
     pub(crate) fn over_heads(&self, x: &DTensor) -> Result<DTensor> {

@@ -170,6 +170,8 @@ void note(Cell* cells, size_t first, size_t end, bool writes, bool is_shared) {
 void access(void* place, size_t size, bool writes, bool is_aligned) {
   if (!launch) return;
   byte* at = (byte*)place;
+  // Most accesses are of the thread's own variables.
+  if (at >= stacks && at < stacks + MOST_THREADS * STACK) return;
   if (is_aligned && size > 1 && (uintptr_t)at % size != 0) {
     say(MEMORY, "accesses %zu bytes at %p, which is no multiple of their number", size, place);
     to_scheduler();
@@ -210,7 +212,6 @@ void access(void* place, size_t size, bool writes, bool is_aligned) {
     if (launch->kind != NONE) to_scheduler();
     return;
   }
-  if (at >= stacks && at < stacks + MOST_THREADS * STACK) return;
   if (at >= (byte*)__ehdr_start && at < (byte*)_end) return;
   // The nearest memory before it says where an index went.
   const Region* before = nullptr;

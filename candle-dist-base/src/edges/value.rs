@@ -1,7 +1,9 @@
 //! Tensors that have tickets.
 use super::slot::GradSlot;
 use crate::fresh::{Fresh, Ready};
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, TensorId};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, TensorId,
+};
 use rustc_hash::FxHashMap;
 use std::cell::RefCell;
 use std::sync::{Arc, Weak};

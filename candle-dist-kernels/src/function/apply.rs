@@ -39,7 +39,7 @@ impl Function {
             dtype => return Err(Error::UnsupportedDTypeForOp(dtype, self.name()).bt()),
         };
         if fused::computes(&[x]) {
-            return fused::function::function(self, self.name(), x);
+            return fused::function::function(self.name(), self.in_text(), x);
         }
         if !x.device().is_cpu() {
             return off_host::apply(self, x, dtype);

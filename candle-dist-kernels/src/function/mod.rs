@@ -58,4 +58,23 @@ impl Function {
             Self::Rsqrt => "rsqrt",
         }
     }
+
+    /// The number of the function in `fused/functions.cu`, and its parameter.
+    const fn in_text(self) -> (usize, f64) {
+        match self {
+            Self::Gelu => (0, 0.0),
+            Self::GeluErf => (1, 0.0),
+            Self::Silu => (2, 0.0),
+            Self::Mish => (3, 0.0),
+            Self::Sigmoid => (4, 0.0),
+            Self::Tanh => (5, 0.0),
+            Self::Erf => (6, 0.0),
+            Self::HardSwish => (7, 0.0),
+            Self::Elu(alpha) => (8, alpha),
+            Self::LeakyRelu(factor) => (9, factor),
+            Self::Power(e) => (10, e),
+            Self::Recip => (11, 0.0),
+            Self::Rsqrt => (12, 0.0),
+        }
+    }
 }

@@ -1,11 +1,9 @@
 //! AdamW for many tensors in one launch.
 use super::emulated::{self, is_emulated};
 use super::{KernelText, runs_on};
-use crate::adam_w::AdamWUpdate;
 use crate::real::is_computed;
-use crate::rules::AdamWRule;
 use crate::share_memory;
-use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, Var, bail};
 use candle_dist_base::sum_dtype;
 use std::cell::RefCell;
 
@@ -13,6 +11,38 @@ use std::cell::RefCell;
 const TENSORS: usize = 48;
 const ELEMENTS: usize = 8192;
 const THREADS: usize = 256;
+
+/// A variable, or its master, that a step updates.
+pub struct AdamWUpdate<'a> {
+    /// The steps of the variable, with this one.
+    pub steps: u32,
+    /// The variable.
+    pub var: &'a Var,
+    /// The 32-bit copy that is stepped instead of a 16-bit variable.
+    pub master: Option<&'a Var>,
+    /// The running means of the gradient and of its square.
+    pub moments: [&'a Var; 2],
+    /// The gradient.
+    pub grad: &'a Tensor,
+}
+
+/// The options of a step.
+#[derive(Clone, Copy)]
+pub(crate) struct AdamWOptions {
+    pub(crate) lr: f64,
+    /// The decay of the two running means.
+    pub(crate) betas: [f64; 2],
+    pub(crate) eps: f64,
+    /// The factor of weight decay.
+    pub(crate) keep: f64,
+}
+
+impl AdamWOptions {
+    /// The factors of the bias correction after so many steps.
+    pub(crate) fn scales(self, steps: u32) -> [f64; 2] {
+        self.betas.map(|beta| 1.0 / (1.0 - beta.powi(steps as i32)))
+    }
+}
 
 /// The kernel of an update, by the dtypes of its tensors; `None` if there is none.
 pub(crate) fn kernel(update: &AdamWUpdate<'_>) -> Option<&'static str> {
@@ -23,7 +53,10 @@ pub(crate) fn kernel(update: &AdamWUpdate<'_>) -> Option<&'static str> {
         is_computed(tensor.dtype()) && tensor.is_contiguous() && tensor.layout().start_offset() == 0
     };
     let fits = runs_on(var.device())
-        && changed.into_iter().flatten().all(|tensor| is_plain(tensor) && tensor.device().same_device(var.device()))
+        && changed
+            .into_iter()
+            .flatten()
+            .all(|tensor| is_plain(tensor) && tensor.device().same_device(var.device()))
         && grad.device().same_device(var.device())
         && first.dtype() == second.dtype()
         && master.is_none_or(|master| wide != x && master.dtype() == wide);
@@ -45,14 +78,8 @@ pub(crate) fn kernel(update: &AdamWUpdate<'_>) -> Option<&'static str> {
     })
 }
 
-/// Updates tensors that have this [`kernel`], all on one device. `rule` has the options, and `scales` returns the factors of the bias
-/// correction of an update.
-pub(crate) fn step(
-    kernel: &'static str,
-    updates: &[&AdamWUpdate<'_>],
-    rule: &AdamWRule,
-    scales: &dyn Fn(&AdamWUpdate<'_>) -> [f64; 2],
-) -> Result<()> {
+/// Updates tensors that have this [`kernel`], all on one device.
+pub(crate) fn step(kernel: &'static str, updates: &[&AdamWUpdate<'_>], options: AdamWOptions) -> Result<()> {
     updates.chunks(TENSORS).try_for_each(|updates| {
         let mut grads = Vec::with_capacity(updates.len());
         for update in updates {
@@ -64,10 +91,13 @@ pub(crate) fn step(
         let changed: Vec<&Tensor> = updates
             .iter()
             .flat_map(|AdamWUpdate { var, master, moments: [first, second], .. }| {
-                [Some(*var), *master, Some(*first), Some(*second)].into_iter().flatten().map(|var| var.as_tensor())
+                [Some(*var), *master, Some(*first), Some(*second)]
+                    .into_iter()
+                    .flatten()
+                    .map(|var| var.as_tensor())
             })
             .collect();
-        let launch = Launch { kernel, updates, rule, scales };
+        let launch = UpdateLaunch { kernel, updates, options };
         with_places(&changed, Vec::new(), &mut |changed| launch.run(changed, &grads))
     })
 }
@@ -131,14 +161,13 @@ impl InplaceOp1 for PlaceChange<'_, '_> {
 }
 
 /// The updates of a launch.
-struct Launch<'a> {
+struct UpdateLaunch<'a> {
     kernel: &'static str,
     updates: &'a [&'a AdamWUpdate<'a>],
-    rule: &'a AdamWRule,
-    scales: &'a dyn Fn(&AdamWUpdate<'_>) -> [f64; 2],
+    options: AdamWOptions,
 }
 
-impl Launch<'_> {
+impl UpdateLaunch<'_> {
     /// Launches the kernel. `changed` has the variable, the copy if there is one, and the moments of each update.
     fn run(&self, changed: &[ChangedPlace<'_>], grads: &[Tensor]) -> Result<()> {
         let read: Vec<_> = grads.iter().map(Tensor::storage_and_layout).collect();
@@ -186,7 +215,9 @@ impl Launch<'_> {
         // SAFETY: `structures` writes those of the text. All tensors are held, and their memory is ordered by their events.
         unsafe {
             match self.updates[0].var.dtype() {
-                DType::F64 => launch_structures::<{ size(8) }, 56>(device, kernel, structures, blocks, THREADS),
+                DType::F64 => {
+                    launch_structures::<{ size(8) }, 56>(device, kernel, structures, blocks, THREADS)
+                }
                 _ => launch_structures::<{ size(4) }, 28>(device, kernel, structures, blocks, THREADS),
             }
         }
@@ -211,7 +242,7 @@ impl Launch<'_> {
             places[4][at] = grads[at];
             let count = update.var.elem_count();
             places[5][at] = count as u64;
-            let [first, second] = (self.scales)(update);
+            let [first, second] = self.options.scales(update.steps);
             (scales[0][at], scales[1][at]) = (first, second);
             starts[at] = blocks as u32;
             blocks += count.div_ceil(ELEMENTS);
@@ -219,12 +250,13 @@ impl Launch<'_> {
         if blocks > i32::MAX as usize {
             bail!("AdamW: {blocks} blocks are more than a launch has");
         }
-        let mut tensors: Vec<u8> = places.as_flattened().iter().flat_map(|place| place.to_le_bytes()).collect();
+        let mut tensors: Vec<u8> =
+            places.as_flattened().iter().flat_map(|place| place.to_le_bytes()).collect();
         tensors.extend(scales.as_flattened().iter().flat_map(|&scale| real(scale)));
         tensors.extend(starts.iter().flat_map(|start| start.to_le_bytes()));
         tensors.extend((self.updates.len() as u32).to_le_bytes());
         tensors.extend([0; 4]); // a structure with pointers ends at a multiple of 8
-        let AdamWRule { lr, betas: [first, second], eps, keep, .. } = *self.rule;
+        let AdamWOptions { lr, betas: [first, second], eps, keep } = self.options;
         let rule = [first, 1.0 - first, second, 1.0 - second, lr, eps, keep];
         Ok(([tensors, rule.into_iter().flat_map(real).collect()], blocks))
     }

@@ -1,52 +1,60 @@
 //! The cross entropy of logits of which a rank may have some of the classes, in three launches with the gradient.
 use super::{FusedCall, KernelText, Scalar, made, node, threads_of_row, wide};
-use crate::cross_entropy::{Goals, JoinPieces};
 use candle_core::{Device, Result, Shape, Tensor};
 use candle_dist_base::{ReduceOp, edges};
 
-/// The weights of a loss on the device of the logits.
-struct DeviceGoals {
-    /// The targets, and how much they weigh.
+/// Reduces `[n]` over the pieces of the classes.
+pub(crate) type JoinPieces<'a> = dyn Fn(&Tensor, ReduceOp) -> Result<Tensor> + 'a;
+
+/// The weights of the losses of rows.
+pub(crate) struct LossWeights<'a> {
+    /// The targets among the classes here; `None` if it is elsewhere.
+    pub(crate) targets: Vec<Option<usize>>,
+    /// How much the targets weigh.
+    pub(crate) peaks: Vec<f64>,
+    /// How much all classes weigh in each row.
+    pub(crate) shares: Vec<f64>,
+    /// The weight of each class here, or empty if all are 0.
+    pub(crate) spread: &'a [f64],
+    /// The sum of the weights of all classes.
+    pub(crate) total: f64,
+}
+
+/// The weights of losses on the device of the logits.
+struct DeviceWeights {
     targets: Tensor,
     peaks: Tensor,
     /// How much all classes weigh in each row, and each of them; `None` if they do not.
     shares: Option<[Tensor; 2]>,
-    /// The sum of the weights of all classes.
     total: f64,
 }
 
-impl DeviceGoals {
-    fn new(goals: &Goals, logits: &Tensor) -> Result<Self> {
+impl DeviceWeights {
+    fn new(weights: &LossWeights<'_>, logits: &Tensor) -> Result<Self> {
         let (device, dtype) = (logits.device(), wide(logits.dtype()));
-        let numbers = |numbers: Vec<f64>| -> Result<Tensor> {
-            let len = numbers.len();
-            Tensor::from_vec(numbers, len, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+        let numbers = |numbers: &[f64]| -> Result<Tensor> {
+            Tensor::from_slice(numbers, numbers.len(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
         };
-        let target = |class: Option<usize>| class.map_or(u32::MAX, |class| class as u32);
-        let targets: Vec<u32> = goals.rows.iter().map(|goal| target(goal.class)).collect();
-        let shares = match goals.spread.is_empty() {
+        let LossWeights { targets, peaks, shares, spread, total } = weights;
+        let target = |class: &Option<usize>| class.map_or(u32::MAX, |class| class as u32);
+        let targets: Vec<u32> = targets.iter().map(target).collect();
+        let shares = match spread.is_empty() {
             true => None,
-            false => Some([
-                numbers(goals.rows.iter().map(|goal| goal.spread).collect())?,
-                numbers(goals.spread.clone())?,
-            ]),
+            false => Some([numbers(shares)?, numbers(spread)?]),
         };
-        Ok(Self {
-            targets: Tensor::from_vec(targets, goals.rows.len(), device)?,
-            peaks: numbers(goals.rows.iter().map(|goal| goal.peak).collect())?,
-            shares,
-            total: goals.spread_total,
-        })
+        let targets = Tensor::from_slice(&targets, targets.len(), device)?;
+        Ok(Self { targets, peaks: numbers(peaks)?, shares, total: *total })
     }
 
     fn inputs(&self) -> [Option<&Tensor>; 4] {
-        let [shares, spread] = self.shares.as_ref().map_or([None; 2], |[shares, spread]| [Some(shares), Some(spread)]);
+        let [shares, spread] =
+            self.shares.as_ref().map_or([None; 2], |[shares, spread]| [Some(shares), Some(spread)]);
         [Some(&self.targets), Some(&self.peaks), shares, spread]
     }
 }
 
 /// See [`weighted_cross_entropy`](crate::cross_entropy::weighted_cross_entropy). The logits have elements.
-pub(crate) fn weighted(logits: &Tensor, goals: &Goals, join: &JoinPieces<'_>) -> Result<Tensor> {
+pub(crate) fn weighted(logits: &Tensor, weights: &LossWeights<'_>, join: &JoinPieces<'_>) -> Result<Tensor> {
     let x = logits.contiguous()?;
     let (rows, classes) = x.dims2()?;
     let (dtype, sums) = (x.dtype(), wide(x.dtype()));
@@ -68,7 +76,7 @@ pub(crate) fn weighted(logits: &Tensor, goals: &Goals, join: &JoinPieces<'_>) ->
     // One piece has all classes, and its largest logit is that of all.
     let is_alone = top.id() == here.id();
     let norm = join(&if is_alone { partial } else { (partial * (here - &top)?.exp()?)? }, ReduceOp::Sum)?;
-    let (top, norm, weights) = (top.detach(), norm.detach(), DeviceGoals::new(goals, &x)?);
+    let (top, norm, weights) = (top.detach(), norm.detach(), DeviceWeights::new(weights, &x)?);
     let outputs = [of_rows()];
     let [targets, peaks, shares, spread] = weights.inputs();
     let [loss] = made(&FusedCall {

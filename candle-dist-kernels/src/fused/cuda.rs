@@ -13,17 +13,18 @@ const NULL: u64 = 0;
 /// The kernels of a text.
 pub(super) fn kernels(text: KernelText) -> &'static Kernels {
     macro_rules! each {
-        ($($text:ident),*) => {
+        ($($text:ident: $rounding:ident),*) => {
             match text {
                 $(KernelText::$text => {
                     static KERNELS: Kernels =
-                        Kernels::new(KernelText::$text.file(), KernelText::$text.source(), Rounding::Single);
+                        Kernels::new(KernelText::$text.file(), KernelText::$text.source(), Rounding::$rounding);
                     &KERNELS
                 })*
             }
         };
     }
-    each!(Norms, Rope, Functions, Softmax, CrossEntropy, AdamW)
+    // Optimizers have the bits of the host.
+    each!(Norms: Fused, Rope: Single, Functions: Fused, Softmax: Fused, CrossEntropy: Fused, AdamW: Single)
 }
 
 /// The bytes of a tensor from its first element on.
@@ -128,7 +129,9 @@ pub(super) fn run(call: &FusedCall<'_>) -> Result<Vec<Fresh>> {
     unsafe { launch.launch(config(call.grid, call.block)) }?;
     drop(written);
     let outputs = call.outputs.iter().flatten().zip(made.into_iter().flatten());
-    Ok(outputs.map(|((shape, _), made)| Fresh { storage: Storage::Cuda(made), shape: shape.clone() }).collect())
+    Ok(outputs
+        .map(|((shape, _), made)| Fresh { storage: Storage::Cuda(made), shape: shape.clone() })
+        .collect())
 }
 
 fn config(grid: [usize; 2], block: [usize; 2]) -> LaunchConfig {

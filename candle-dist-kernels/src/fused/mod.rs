@@ -125,7 +125,11 @@ pub(crate) fn node(
     made: Fresh,
     backward: impl Fn(&Tensor) -> Result<edges::Grads> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    if edges::has_ticket(inputs) { edges::record(name, inputs, made, backward) } else { Ok(made.into_tensor()) }
+    if edges::has_ticket(inputs) {
+        edges::record(name, inputs, made, backward)
+    } else {
+        Ok(made.into_tensor())
+    }
 }
 
 /// The results of a launch, which has so many.

@@ -46,22 +46,47 @@ impl NormSizes {
 pub(crate) fn norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let bias = bias.map(Tensor::contiguous).transpose()?;
-    let sizes = NormSizes::of(&x, bias.is_some())?;
-    let outputs = [
-        Some((x.shape().clone(), x.dtype())),
-        None,
-        Some((Shape::from((sizes.rows, 2)), wide(x.dtype()))),
-    ];
+    let [out, kept] = forward(&x, None, &weight, bias.as_ref(), eps)?;
+    of_norm(x, weight, bias, out, kept)
+}
+
+/// The sum of two tensors of one shape, and the RMS norm of the sum.
+pub(crate) fn norm_of_sum(x: &Tensor, more: &Tensor, weight: &Tensor, eps: f64) -> Result<[Tensor; 2]> {
+    let [x, more, weight] = [x, more, weight].map(Tensor::contiguous);
+    let (x, more, weight) = (x?, more?, weight?);
+    let [out, sum, kept] = forward(&x, Some(&more), &weight, None, eps)?;
+    let sum = node("add", &[&x, &more], sum, |grad| Ok([Some(grad.clone()), Some(grad.clone()), None]))?;
+    let normed = of_norm(sum.clone(), weight, None, out, kept)?;
+    Ok([sum, normed])
+}
+
+/// The norm, the sum if there is `more`, and what the gradients need of the rows.
+fn forward<const N: usize>(
+    x: &Tensor,
+    more: Option<&Tensor>,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<[Fresh; N]> {
+    let sizes = NormSizes::of(x, bias.is_some())?;
+    let rows = || Some((x.shape().clone(), x.dtype()));
+    let kept = Some((Shape::from((sizes.rows, 2)), wide(x.dtype())));
+    let outputs = [rows(), if more.is_some() { rows() } else { None }, kept];
     let numbers = [Scalar::Count(sizes.width), Scalar::Real(eps)];
-    let inputs: &[Option<&Tensor>] = match &bias {
-        None => &[Some(&x), None, Some(&weight)],
-        Some(bias) => &[Some(&x), None, Some(&weight), Some(bias)],
+    let inputs: &[Option<&Tensor>] = match bias {
+        None => &[Some(x), more, Some(weight)],
+        Some(bias) => &[Some(x), more, Some(weight), Some(bias)],
     };
-    let [out, kept] = made(&sizes.call(["rms_norm", "layer_norm"], inputs, &outputs, &numbers))?;
+    made(&sizes.call(["rms_norm", "layer_norm"], inputs, &outputs, &numbers))
+}
+
+/// The norm as a node of the graph.
+fn of_norm(x: Tensor, weight: Tensor, bias: Option<Tensor>, out: Fresh, kept: Fresh) -> Result<Tensor> {
+    let sizes = NormSizes::of(&x, bias.is_some())?;
     let kept = kept.into_tensor();
     let name = if sizes.is_centered { "layer_norm" } else { "rms_norm" };
-    let tracked: Vec<&Tensor> = [Some(&x), Some(&weight), bias.as_ref()].into_iter().flatten().collect();
     let (input, scale, shift) = (x.clone(), weight.clone(), bias.clone());
+    let tracked: Vec<&Tensor> = [Some(&x), Some(&weight), bias.as_ref()].into_iter().flatten().collect();
     node(name, &tracked, out, move |grad| {
         let grad = grad.contiguous()?;
         let dx = if input.track_op() {
@@ -84,7 +109,7 @@ pub(crate) fn norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64)
 /// The gradient of the rows, of which `kept` has the sums.
 fn of_input(sizes: NormSizes, [x, weight, grad, kept]: [&Tensor; 4]) -> Result<Fresh> {
     let outputs = [Some((x.shape().clone(), x.dtype()))];
-    let inputs = [Some(x), Some(weight), Some(grad), Some(kept), None];
+    let inputs = [Some(x), Some(weight), Some(grad), Some(kept)];
     let numbers = [Scalar::Count(sizes.width)];
     let [dx] = made(&sizes.call(["rms_norm_input", "layer_norm_input"], &inputs, &outputs, &numbers))?;
     Ok(dx)

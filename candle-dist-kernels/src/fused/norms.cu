@@ -37,9 +37,9 @@ __device__ void norm(const T* x, const T* more, const T* weight, const T* bias, 
   }
 }
 
-// The gradient of x, plus `more` if there is some.
+// The gradient of x.
 template <bool CENTERED, typename R, typename T>
-__device__ void norm_input(const T* x, const T* weight, const T* grad, const R* kept, const T* more, T* dx, u64 width, R* room) {
+__device__ void norm_input(const T* x, const T* weight, const T* grad, const R* kept, T* dx, u64 width, R* room) {
   const u64 row = blockIdx.x;
   x += row * width, grad += row * width, dx += row * width;
   const R mean = kept[2 * row], scale = kept[2 * row + 1];
@@ -53,9 +53,7 @@ __device__ void norm_input(const T* x, const T* weight, const T* grad, const R* 
   slope = sum_of_block(slope, room) * scale * scale / (R)width;
   for (u64 i = threadIdx.x; i < width; i += blockDim.x) {
     const R d = get(grad[i]) * get(weight[i]);
-    R made = (d - shift - (get(x[i]) - mean) * slope) * scale;
-    if (more) made += get(more[row * width + i]);
-    set(dx[i], made);
+    set(dx[i], (d - shift - (get(x[i]) - mean) * slope) * scale);
   }
 }
 
@@ -111,15 +109,15 @@ template <typename R, typename T> __device__ void sum_of_parts(const R* rows, T*
     __shared__ R room[32];                                                                                                \
     norm<true>(x, more, weight, bias, out, sum, kept, width, eps, room);                                                  \
   }                                                                                                                       \
-  extern "C" __global__ void rms_norm_input_##DTYPE(const T* x, const T* weight, const T* grad, const R* kept,            \
-                                                    const T* more, T* dx, u64 width) {                                   \
+  extern "C" __global__ void rms_norm_input_##DTYPE(const T* x, const T* weight, const T* grad, const R* kept, T* dx,     \
+                                                    u64 width) {                                                          \
     __shared__ R room[32];                                                                                                \
-    norm_input<false>(x, weight, grad, kept, more, dx, width, room);                                                      \
+    norm_input<false>(x, weight, grad, kept, dx, width, room);                                                            \
   }                                                                                                                       \
-  extern "C" __global__ void layer_norm_input_##DTYPE(const T* x, const T* weight, const T* grad, const R* kept,          \
-                                                      const T* more, T* dx, u64 width) {                                 \
+  extern "C" __global__ void layer_norm_input_##DTYPE(const T* x, const T* weight, const T* grad, const R* kept, T* dx,   \
+                                                      u64 width) {                                                        \
     __shared__ R room[32];                                                                                                \
-    norm_input<true>(x, weight, grad, kept, more, dx, width, room);                                                       \
+    norm_input<true>(x, weight, grad, kept, dx, width, room);                                                             \
   }                                                                                                                       \
   extern "C" __global__ void rms_norm_parts_##DTYPE(const T* x, const T* grad, const R* kept, R* parts, T* dw, u64 rows, \
                                                     u64 width, u64 each) {                                              \

@@ -63,7 +63,16 @@ pub(crate) fn softmax(
         let numbers = [Scalar::Count(keys), Scalar::Count(queries), Scalar::Real(scale)];
         let inputs = [Some(y), Some(&grad)];
         let op = "softmax_input";
-        let [dx] = made(&FusedCall { text, op, dtype, grid, block, inputs: &inputs, outputs: &outputs, numbers: &numbers })?;
+        let [dx] = made(&FusedCall {
+            text,
+            op,
+            dtype,
+            grid,
+            block,
+            inputs: &inputs,
+            outputs: &outputs,
+            numbers: &numbers,
+        })?;
         Ok([edges::keep(&input, dx.into_tensor())?, None, None])
     })
 }

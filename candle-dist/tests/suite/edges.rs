@@ -1,5 +1,9 @@
 //! Nodes whose gradients do not pass through candle's `GradStore`.
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, Device::Cpu, Layout, Result, Shape, Tensor, Var, bail};
+use candle_core::backend::BackendStorage;
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Device::Cpu, Layout, Result, Shape, Tensor, Var, bail,
+};
+use candle_dist::backend::Fresh;
 use candle_dist::edges::{self, apply1, apply2, forget_pass, keep, reshape};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -201,7 +205,7 @@ fn a_sum_of_gradients_does_not_change_gradients_that_others_hold() {
         candle_dist::edges::record(
             "twice",
             &[x],
-            (CpuStorage::F64(x.to_vec1().unwrap()), x.shape().clone()),
+            Fresh::host(CpuStorage::F64(x.to_vec1().unwrap()), x.shape()),
             |grad| Ok([Some(grad.clone()), None, None]),
         )
     };
@@ -406,4 +410,74 @@ fn a_kept_gradient_of_another_shape_or_dtype_is_an_error() {
         let error = edges::backward(&apply1(&x, op).unwrap().sum_all().unwrap()).unwrap_err();
         assert!(error.to_string().contains("a variable f64[2] got a gradient"), "{error}");
     }
+}
+
+/// A multiple of its input on any device. Fails in the backward pass while the flag is set.
+struct Multiple(f64, Arc<AtomicBool>);
+
+impl CustomOp1 for Multiple {
+    fn name(&self) -> &'static str {
+        "multiple"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((x.affine(layout, self.0, 0.0)?, layout.shape().clone()))
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        Ok((x.affine(layout, self.0, 0.0)?, layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        if self.1.load(Ordering::Relaxed) {
+            bail!("asked to fail");
+        }
+        (grad * self.0).map(Some)
+    }
+}
+
+/// On the device of the tests, which may be a GPU: there a ticket counts its gradients by their order.
+#[test]
+fn results_on_any_device_receive_each_gradient_once_also_after_a_pass_that_failed() {
+    let run = |ctx: &candle_dist::RankContext| -> Result<()> {
+        let x = Var::from_tensor(&Tensor::new(&[0.5f32, -2.0], &Cpu)?.to_device(ctx.device())?)?;
+        let (never, fails) = (Arc::<AtomicBool>::default(), Arc::new(AtomicBool::new(true)));
+        let times = |x: &Tensor, by: f64| apply1(x, Multiple(by, never.clone()));
+        let sum = |a: &Tensor, b: &Tensor| {
+            let made = Fresh::copy_of(&(a.detach() + b.detach())?)?;
+            edges::record("sum", &[a, b], made, |grad| Ok([Some(grad.clone()), Some(grad.clone()), None]))
+        };
+        let of = |loss: &Tensor| -> Result<Vec<f32>> {
+            let grads = loss.backward()?;
+            grads.get(&x).map_or_else(|| bail!("no gradient"), |grad| grad.to_device(&Cpu)?.to_vec1())
+        };
+        let a = times(&x, 3.0)?;
+        // Both inputs are one tensor; others are used by these nodes, by candle's, reshaped, and in another dtype.
+        let b = sum(&a, &a)?;
+        let c = sum(&times(&reshape(&b, (2, 1))?, 5.0)?, &reshape(&times(&a, 7.0)?, (2, 1))?)?;
+        let wide = edges::to_dtype(&a, DType::F64)?.to_dtype(DType::F32)?;
+        let all = ((c.sum_all()? + b.sqr()?.sum_all()?)? + (wide.sum_all()? * 11.0)?)?;
+        // 3 (10 + 7 + 11) + 2 · 36 x
+        assert_eq!(of(&all)?, [84.0 + 36.0, 84.0 - 144.0]);
+        assert_eq!(of(&all)?, [84.0 + 36.0, 84.0 - 144.0]);
+        let kept = edges::backward(&all)?;
+        assert_eq!(kept.get(&x).map(|grad| grad.to_device(&Cpu)?.to_vec1::<f32>()).transpose()?.unwrap(), [120.0, -60.0]);
+        // A node of candle's fails, which this module does not see: what the pass has left in the slot of `a` is not added to
+        // another pass. That may be over another graph with the same tensor.
+        for is_same in [true, false] {
+            fails.store(true, Ordering::Relaxed);
+            let first = (a.apply_op1(Multiple(2.0, fails.clone()))? + times(&a, 13.0)?)?.sum_all()?;
+            let other = times(&a, 17.0)?.sum_all()?;
+            assert!(first.backward().is_err());
+            fails.store(false, Ordering::Relaxed);
+            let (loss, want) = if is_same { (&first, 45.0) } else { (&other, 51.0) };
+            let got = of(loss).or_else(|error| {
+                assert!(error.to_string().contains("an earlier pass over the same graph failed"), "{error}");
+                of(loss)
+            });
+            assert_eq!(got?, [want; 2], "the same graph: {is_same}");
+        }
+        Ok(())
+    };
+    test_utils::world(1).run(move |ctx| Ok::<_, candle_dist::Error>(run(ctx).unwrap())).unwrap();
 }

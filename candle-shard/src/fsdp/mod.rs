@@ -5,7 +5,7 @@
 //! them afterwards. It gathers them again for its backward pass, which leaves each rank its piece of the summed
 //! gradients (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, PyTorch FSDP). Each of these steps is one
 //! collective per unit. A prefetch in the forward pass costs one more, of one number, in which the ranks agree that no
-//! parameter has changed since.
+//! parameter has changed since; [`FullyShardOptions::foreign_writes`] says when it does not.
 //!
 //! This is the gradient rule with another lifetime: an all_gather whose backward is a reduce_scatter. So the numbers
 //! equal those of one device on the whole batch, and tensor parallelism works on another axis of the same mesh.

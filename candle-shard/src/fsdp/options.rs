@@ -18,11 +18,23 @@ pub struct FullyShardOptions {
     /// Whether a unit that starts also starts the all_gather of the next one: in the order of their construction or, in
     /// the backward pass, in reverse.
     pub prefetch: bool,
+    /// Whether code outside of this crate, such as an optimizer of candle or `Var::set`, may write to parameters between the runs of
+    /// two units, one behind the other. Optimizers, loads and ops of this crate always may.
+    ///
+    /// The ranks then compare each prefetched unit with its parameters when it runs, and the host waits for the device. Without such
+    /// code, set it to `false`: a write that is made nevertheless is seen one run later. All ranks must set the same.
+    pub foreign_writes: bool,
 }
 
 impl Default for FullyShardOptions {
     fn default() -> Self {
-        Self { param_dtype: None, reduce_dtype: None, reshard_after_forward: true, prefetch: true }
+        Self {
+            param_dtype: None,
+            reduce_dtype: None,
+            reshard_after_forward: true,
+            prefetch: true,
+            foreign_writes: true,
+        }
     }
 }
 
@@ -45,5 +57,10 @@ impl FullyShardOptions {
     /// Sets whether a unit that starts also starts the all_gather of the next one.
     pub fn prefetch(self, prefetch: bool) -> Self {
         Self { prefetch, ..self }
+    }
+
+    /// Sets whether code outside of this crate may write to parameters between the runs of two units.
+    pub fn foreign_writes(self, foreign_writes: bool) -> Self {
+        Self { foreign_writes, ..self }
     }
 }

@@ -85,8 +85,11 @@ impl Unit {
     ///
     /// Writes to a variable, by an optimizer of candle or by `Var::set`, cannot be observed, so values are compared. A
     /// rank may find no change where another one does, for example in an empty piece, so the ranks agree. The host reads
-    /// one number of the device.
+    /// one number of the device, unless the options say that nobody writes so.
     fn is_stale(&self) -> Result<bool> {
+        if !self.shared.options.foreign_writes {
+            return Ok(false);
+        }
         let group = self.group();
         let state = lock(&self.state);
         let held = lock(&self.held);

@@ -3,6 +3,7 @@ use super::pointwise::broadcast_rows;
 use crate::layout::{Replicate, Shard};
 use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result, kernels};
+use smallvec::SmallVec;
 
 /// Rows that shard a leading dim of the first input; further inputs are replicated.
 pub(super) fn rows(leading: usize, others: usize) -> ShardingRules {
@@ -80,6 +81,29 @@ impl DTensor {
         rules::run("rms_norm", &[], &[self, weight], signature, |x, _| {
             Ok(kernels::rms_norm(x[0].to_local(), x[1].to_local(), eps)?)
         })
+    }
+
+    /// The sum of two tensors of one shape, and the [RMS norm](Self::rms_norm) of the sum over the last dim: a residual connection
+    /// before a norm, in one launch on a GPU.
+    #[track_caller]
+    pub fn add_rms_norm(&self, more: &Self, weight: &Self, eps: f64) -> Result<[Self; 2]> {
+        let signature = || {
+            let signature = self.norm_signature("add_rms_norm", &[weight])?;
+            if more.dims() != self.dims() || more.dtype() != self.dtype() {
+                let reason = format!("{} and {}: expected one shape and one dtype", self.spec(), more.spec());
+                return Error::op("add_rms_norm", reason);
+            }
+            let rows = signature.rows.iter().map(|row| ShardingRule::new(row.out, &[row.out, row.out, Replicate]));
+            let rows = rows.collect();
+            Ok(Signature { rows, ..signature }.and(self.dims(), self.dtype()))
+        };
+        let made = rules::run_all("add_rms_norm", &[], &[self, more, weight], &signature, &|x, _| {
+            let [x, more, weight] = [&x[0], &x[1], &x[2]].map(DTensor::to_local);
+            Ok(SmallVec::from_vec(kernels::add_rms_norm(x, more, weight, eps)?.into()))
+        })?;
+        let [sum, normed] = <[Self; 2]>::try_from(made.into_vec())
+            .or_else(|_| Error::op("add_rms_norm", "another number of results than two".to_string()))?;
+        Ok([sum, normed])
     }
 
     #[track_caller]

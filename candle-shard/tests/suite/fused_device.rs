@@ -1,15 +1,17 @@
 //! The fused kernels of CUDA devices against the ops of the host, values and gradients. Their text is compiled as C++ and run here.
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_dist_kernels::parts::{
-    AdamWUpdate, Function, Goal, Goals, HostArgument, HostLaunch, HostRunner, KernelText, step_adam_w, weighted_cross_entropy,
-    with_kernels_on_host,
+    AdamWUpdate, Function, Goal, Goals, HostArgument, HostLaunch, HostRunner, KernelText, step_adam_w,
+    weighted_cross_entropy, with_kernels_on_host,
 };
 use candle_dist_kernels::{
-    RopePairs, add, causal_softmax, clamped_gate, layer_norm, masked_softmax, rms_norm, rope, silu_gate, softmax,
+    RopePairs, add, add_rms_norm, causal_softmax, clamped_gate, layer_norm, masked_softmax, rms_norm, rope, silu_gate,
+    softmax,
 };
 use candle_nn::ParamsAdamW;
 use device_text::{DeviceText, LaunchShape, TextMemory};
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 use test_utils::values;
 
@@ -66,8 +68,15 @@ fn run(launch: &HostLaunch) -> Result<()> {
 /// Runs `f` with the kernels; `None` where no C++ compiler is.
 fn with_kernels<R>(f: impl FnOnce() -> R) -> Option<R> {
     TEXTS.as_ref()?;
-    let runner: HostRunner = Arc::new(run);
-    Some(with_kernels_on_host(runner, f))
+    let launches = Arc::new(AtomicUsize::new(0));
+    let counted = launches.clone();
+    let runner: HostRunner = Arc::new(move |launch| {
+        counted.fetch_add(1, Ordering::Relaxed);
+        run(launch)
+    });
+    let made = with_kernels_on_host(runner, f);
+    assert!(launches.load(Ordering::Relaxed) > 0, "no kernel ran");
+    Some(made)
 }
 
 /// How far numbers may be from those of the host, as a part of the largest.
@@ -91,7 +100,10 @@ fn compare(what: &str, got: &Tensor, want: &Tensor, allowed: f64) {
     let most = want.iter().filter(|x| x.is_finite()).fold(1e-3, |most: f64, x| most.max(x.abs()));
     for (at, (got, want)) in got.iter().zip(&want).enumerate() {
         let is_same = got == want || got.is_nan() && want.is_nan();
-        assert!(is_same || (got - want).abs() <= allowed * most, "{what}, element {at}: {got} instead of {want}");
+        assert!(
+            is_same || (got - want).abs() <= allowed * most,
+            "{what}, element {at}: {got} instead of {want}"
+        );
     }
 }
 
@@ -108,13 +120,19 @@ fn passes(vars: &[Var], op: &dyn Fn(&[Tensor]) -> Result<Tensor>) -> Vec<Tensor>
 /// Compares an op of variables of these shapes with that of the host, in all dtypes.
 fn check(name: &str, shapes: &[&[usize]], op: &dyn Fn(&[Tensor]) -> Result<Tensor>) {
     for dtype in DTYPES {
-        let var = |(seed, shape): (usize, &&[usize])| Var::from_tensor(&values(shape, seed as u64, dtype)).unwrap();
+        let var =
+            |(seed, shape): (usize, &&[usize])| Var::from_tensor(&values(shape, seed as u64, dtype)).unwrap();
         let vars: Vec<Var> = shapes.iter().enumerate().map(var).collect();
         let what = format!("{name} {dtype:?} {shapes:?}");
         let want = passes(&vars, op);
         let Some(got) = with_kernels(|| passes(&vars, op)) else { return };
         for (at, (got, want)) in got.iter().zip(&want).enumerate() {
-            compare(&format!("{what}, {}", if at == 0 { "result" } else { "gradient" }), got, want, allowed(dtype));
+            compare(
+                &format!("{what}, {}", if at == 0 { "result" } else { "gradient" }),
+                got,
+                want,
+                allowed(dtype),
+            );
         }
         // Each run has the same bits.
         let again = with_kernels(|| passes(&vars, op)).unwrap();
@@ -135,6 +153,10 @@ fn norms_are_those_of_the_host() {
     check("a norm beside its input", &[&[3, 8], &[8]], &|x| {
         let sum = add(&x[0], &rms_norm(&x[0], &x[1], 1e-5)?)?;
         add(&rms_norm(&sum, &x[1], 1e-5)?, &sum)
+    });
+    check("the norm of a sum", &[&[3, 40], &[3, 40], &[40]], &|x| {
+        let [sum, normed] = add_rms_norm(&x[0], &x[1], &x[2], 1e-5)?;
+        Tensor::cat(&[sum, normed], 1)
     });
 }
 
@@ -184,7 +206,8 @@ fn functions_and_gates_are_those_of_the_host() {
     for (function, dtype) in itertools::iproduct!(functions, DTYPES) {
         // One number at a time: an infinite sum of slopes would hide the others.
         let of = |x: f64| {
-            let var = Var::from_tensor(&Tensor::new(&[x], &Device::Cpu).unwrap().to_dtype(dtype).unwrap()).unwrap();
+            let var =
+                Var::from_tensor(&Tensor::new(&[x], &Device::Cpu).unwrap().to_dtype(dtype).unwrap()).unwrap();
             let y = function.apply(&var).unwrap();
             let grads = y.sum_all().unwrap().backward().unwrap();
             [y.detach(), grads.get(&var).unwrap().clone()]
@@ -193,7 +216,9 @@ fn functions_and_gates_are_those_of_the_host() {
             let want = of(x);
             let Some(got) = with_kernels(|| of(x)) else { return };
             let part = if dtype == DType::F32 { 1e-5 } else { allowed(dtype) };
-            got.iter().zip(&want).for_each(|(got, want)| compare(&format!("{function:?} {dtype:?} {x}"), got, want, part));
+            got.iter()
+                .zip(&want)
+                .for_each(|(got, want)| compare(&format!("{function:?} {dtype:?} {x}"), got, want, part));
         }
     }
 }
@@ -210,7 +235,8 @@ fn softmax_is_that_of_the_host() {
     for (shape, mask) in [(&[2, 3, 4][..], &[4][..]), (&[2, 3, 4], &[3, 4]), (&[2, 3, 5, 6], &[2, 1, 5, 6])] {
         check("masked_softmax", &[shape], &|x| {
             let hidden = |at: usize| if at < 4 || at % 5 == 0 { f64::NEG_INFINITY } else { at as f64 * 0.3 };
-            let mask = Tensor::from_iter((0..mask.iter().product()).map(hidden), &Device::Cpu)?.reshape(mask)?;
+            let mask =
+                Tensor::from_iter((0..mask.iter().product()).map(hidden), &Device::Cpu)?.reshape(mask)?;
             masked_softmax(&x[0], &mask.to_dtype(x[0].dtype())?, 0.7)
         });
     }
@@ -222,7 +248,12 @@ fn cross_entropy_over_pieces_of_the_classes_is_that_of_the_host() {
     for (classes, spread) in [(3, vec![0.1, 0.0, 0.3]), (40, Vec::new()), (700, Vec::new())] {
         check("cross_entropy", &[&[4, classes]], &|x| {
             let share = if spread.is_empty() { 0.0 } else { 1.0 };
-            let rows = vec![row(Some(2), 0.7, share), row(None, 0.0, 0.0), row(None, 1.3, share), row(Some(1), 1.0, 0.0)];
+            let rows = vec![
+                row(Some(2), 0.7, share),
+                row(None, 0.0, 0.0),
+                row(None, 1.3, share),
+                row(Some(1), 1.0, 0.0),
+            ];
             let goals = Goals { rows, spread: spread.clone(), spread_total: 0.4 * share };
             // Another rank has larger logits in some rows, and smaller ones in others.
             let join = |mine: &Tensor, op| {
@@ -241,7 +272,9 @@ fn cross_entropy_over_pieces_of_the_classes_is_that_of_the_host() {
 fn adam_w(dtype: DType, has_master: bool, is_state_wide: bool, is_grad_wide: bool) -> Vec<Tensor> {
     let wide = candle_dist::sum_dtype(dtype);
     let lens: Vec<usize> = (0..60).map(|at| if at == 50 { 20_000 } else { at * at % 37 }).collect();
-    let var = |len: usize, seed: usize, dtype: DType| Var::from_tensor(&values(&[len], seed as u64, dtype)).unwrap();
+    let var = |len: usize, seed: usize, dtype: DType| {
+        Var::from_tensor(&values(&[len], seed as u64, dtype)).unwrap()
+    };
     let (mut vars, mut masters, mut moments) = (Vec::new(), Vec::new(), Vec::new());
     for (seed, &len) in lens.iter().enumerate() {
         let x = var(len, seed, dtype);
@@ -254,8 +287,11 @@ fn adam_w(dtype: DType, has_master: bool, is_state_wide: bool, is_grad_wide: boo
     let params = ParamsAdamW { lr: 0.1, weight_decay: 0.3, ..ParamsAdamW::default() };
     for step in 1..4 {
         let grad = if is_grad_wide { wide } else { dtype };
-        let grads: Vec<Tensor> =
-            lens.iter().enumerate().map(|(at, &len)| values(&[len], (1000 * step + at) as u64, grad)).collect();
+        let grads: Vec<Tensor> = lens
+            .iter()
+            .enumerate()
+            .map(|(at, &len)| values(&[len], (1000 * step + at) as u64, grad))
+            .collect();
         let update = |at: usize| AdamWUpdate {
             steps: (step + at % 3) as u32,
             var: &vars[at],

@@ -1,5 +1,5 @@
 //! How many kernels a Llama layer and an optimizer launch, by the counters of the simulated driver.
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use candle_dist::RankContext;
 use candle_nn::ParamsAdamW;
 use candle_shard::kernels::RopePairs;
@@ -11,9 +11,9 @@ use candle_shard::{Attention, DTensor, Replicate, Result};
 use std::collections::BTreeMap;
 use std::process::Command;
 use std::{env, fs};
-use test_utils::{Scratch, distribute, has_ranks, on_device, over_nccl, skip, values, world};
+use test_utils::{Scratch, distribute, has_ranks, over_nccl, skip, values, world};
 
-/// What is counted and how often it runs, as in `layer 2 3`: of this work, on so many ranks, so often. Makes the test run it.
+/// What is counted, as in `layer 2 3 4`: this work on so many ranks, with so many layers, so often. Makes the test run it.
 const RUN: &str = "LAUNCHES_OF";
 
 const HEADS: Heads = Heads { query: 4, key_value: 2, dim: 8 };
@@ -63,65 +63,75 @@ impl LlamaLayer {
             }
             None => options.of(&q.transpose(1, 2)?, &k.transpose(1, 2)?, &v.transpose(1, 2)?)?,
         };
-        let x = x.add(&self.output.forward(&mixed.flatten_from(2)?)?)?;
-        let normed = x.rms_norm(&self.norms[1], EPS)?;
+        let mixed = self.output.forward(&mixed.flatten_from(2)?)?;
+        let [x, normed] = x.add_rms_norm(&mixed, &self.norms[1], EPS)?;
         let gated = self.gate.forward(&normed)?.silu_gate(&self.up.forward(&normed)?)?;
         x.add(&self.down.forward(&gated)?)
     }
 }
 
-fn build(ctx: &RankContext) -> Result<(LlamaLayer, Parameters)> {
+/// Layers one behind another.
+fn build(ctx: &RankContext, layers: usize) -> Result<(Vec<LlamaLayer>, Parameters)> {
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
     let plan = Plan::new("tp")
-        .with("qkv", ColwiseParallel::default())
-        .with("output", RowwiseParallel::default())
-        .with("gate", ColwiseParallel::default())
-        .with("up", ColwiseParallel::default())
-        .with("down", RowwiseParallel::default());
+        .with("*.qkv", ColwiseParallel::default())
+        .with("*.output", RowwiseParallel::default())
+        .with("*.gate", ColwiseParallel::default())
+        .with("*.up", ColwiseParallel::default())
+        .with("*.down", RowwiseParallel::default());
     let vb = MeshVarBuilder::fresh(3, &mesh, plan, DType::BF16, ctx.device())?;
-    let layer = LlamaLayer::new(&vb)?;
-    Ok((layer, vb.finish()?))
+    let layers = (0..layers).map(|layer| LlamaLayer::new(&vb.pp(layer))).collect::<Result<_>>()?;
+    Ok((layers, vb.finish()?))
 }
 
-/// States that have a gradient, as behind another layer.
 fn states(ctx: &RankContext, batch: usize, tokens: usize) -> Result<DTensor> {
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
-    let x = DTensor::distribute(&values(&[batch, tokens, HIDDEN], 5, DType::BF16), &mesh, &[Replicate])?;
-    on_device(&x)
+    distribute(&values(&[batch, tokens, HIDDEN], 5, DType::BF16), &mesh, &[Replicate])
 }
 
-/// Forward and backward passes. The loss is a sum, whose gradient is a number that is repeated.
-fn layer(ctx: &RankContext, times: usize) -> Result<()> {
-    let (layer, parameters) = build(ctx)?;
+/// Forward and backward passes.
+fn train(ctx: &RankContext, layers: usize, times: usize) -> Result<()> {
+    let (layers, parameters) = build(ctx, layers)?;
     let x = states(ctx, 2, TOKENS)?;
     for _ in 0..times {
-        parameters.backward(&layer.forward(&x, None)?.sum_all()?)?;
+        let y = layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x, None))?;
+        parameters.backward(&y.sum_all()?)?;
     }
     Ok(())
 }
 
 /// Steps that decode one token of one text.
-fn decode(ctx: &RankContext, times: usize) -> Result<()> {
-    let (layer, _) = build(ctx)?;
-    let mut cache = KvCache::new(2, 32);
-    let x = states(ctx, 1, 1)?.detach();
-    (0..times).try_for_each(|_| layer.forward(&x, Some(&mut cache)).map(|_| ()))
+fn decode(ctx: &RankContext, layers: usize, times: usize) -> Result<()> {
+    let (layers, _) = build(ctx, layers)?;
+    let mut caches: Vec<KvCache> = layers.iter().map(|_| KvCache::new(2, 32)).collect();
+    let x = states(ctx, 1, 1)?;
+    for _ in 0..times {
+        let of_layers = layers.iter().zip(&mut caches);
+        of_layers
+            .into_iter()
+            .try_fold(x.clone(), |x, (layer, cache)| layer.forward(&x.detach(), Some(cache)))?;
+    }
+    Ok(())
 }
 
-/// Steps of AdamW on the 16-bit parameters of the layer, with 32-bit weights.
-fn optimizer(ctx: &RankContext, times: usize) -> Result<()> {
-    let (layer, parameters) = build(ctx)?;
-    let grads = parameters.backward(&layer.forward(&states(ctx, 2, TOKENS)?, None)?.sum_all()?)?;
+/// Steps of AdamW on 16-bit parameters, with 32-bit weights.
+fn optimize(ctx: &RankContext, layers: usize, times: usize) -> Result<()> {
+    let (layers, parameters) = build(ctx, layers)?;
+    let x = states(ctx, 2, TOKENS)?;
+    let y = layers.iter().try_fold(x, |x, layer| layer.forward(&x, None))?;
+    let grads = parameters.backward(&y.sum_all()?)?;
     let mut optimizer = AdamW::with_master_weights(&parameters, ParamsAdamW::default())?;
     (0..times).try_for_each(|_| optimizer.step(&grads))
 }
 
 /// Returns how often each function is called, in a process of its own.
-fn calls(work: &str, ranks: usize, times: usize) -> BTreeMap<String, usize> {
-    let (scratch, test) = (Scratch::new("launches"), "launches::a_llama_layer_and_a_step_of_adam_w_launch_few_kernels");
+fn calls(work: &str, [ranks, layers, times]: [usize; 3]) -> BTreeMap<String, isize> {
+    let scratch = Scratch::new("launches");
+    let test = "launches::a_llama_layer_and_a_step_of_adam_w_launch_few_kernels";
     let path = scratch.path("calls");
     let mut program = Command::new(env::current_exe().unwrap());
-    let program = program.args(["--exact", test, "--test-threads", "1"]).env(RUN, format!("{work} {ranks} {times}"));
+    let run = format!("{work} {ranks} {layers} {times}");
+    let program = program.args(["--exact", test, "--test-threads", "1"]).env(RUN, run);
     let output =
         program.env("SIM_CALLS", &path).env("SIM_SEEDS", "1").env_remove("SIM_USED").output().unwrap();
     assert!(output.status.success(), "{output:?}");
@@ -130,15 +140,18 @@ fn calls(work: &str, ranks: usize, times: usize) -> BTreeMap<String, usize> {
     counted.map(|(name, count)| (name.to_string(), count.parse().unwrap())).collect()
 }
 
-/// Returns how many kernels, copies from the host, and waits of the host a rank has in each run of some work.
-fn each(work: &str, ranks: usize) -> [usize; 3] {
-    // Both have had the first runs, whose caches are empty.
-    let [few, many] = [2, 4].map(|times| calls(work, ranks, times));
+/// Returns how many kernels, copies from the host, and waits of the host a rank has for a layer in each run of some work; for an
+/// optimizer, in each step of all parameters of two layers.
+fn each(work: &str, ranks: usize) -> [isize; 3] {
+    // The second run and the layers in it are as all others: caches are filled, and losses are apart.
+    let all = [[2, 2], [4, 2], [2, 4], [4, 4]].map(|[times, layers]| calls(work, [ranks, layers, times]));
     let of = |names: &[&str]| {
-        let sum = |calls: &BTreeMap<String, usize>| names.iter().filter_map(|name| calls.get(*name)).sum::<usize>();
-        let more = sum(&many) - sum(&few);
-        assert_eq!(more % (2 * ranks), 0, "{work} on {ranks} ranks: {names:?} {few:?} {many:?}");
-        more / 2 / ranks
+        let sum = |of: usize| names.iter().filter_map(|name| all[of].get(*name)).sum::<isize>();
+        let (few, many) = (sum(1) - sum(0), sum(3) - sum(2));
+        let more = if work == "optimizer" { 2 * few } else { many - few };
+        let runs = 4 * ranks as isize;
+        assert_eq!(more % runs, 0, "{work} on {ranks} ranks: {names:?} {all:?}");
+        more / runs
     };
     let found = [
         of(&["cuLaunchKernel", "cublasGemm"]),
@@ -154,14 +167,15 @@ fn each(work: &str, ranks: usize) -> [usize; 3] {
 fn a_llama_layer_and_a_step_of_adam_w_launch_few_kernels() {
     if let Ok(run) = env::var(RUN) {
         let parts: Vec<&str> = run.split(' ').collect();
-        let [work, ranks, times] = parts[..] else { panic!("{RUN}={run}") };
-        let work = match work {
-            "layer" => layer,
+        let [work, counts @ ..] = &parts[..] else { panic!("{RUN}={run}") };
+        let counts: Vec<usize> = counts.iter().map(|count| count.parse().unwrap()).collect();
+        let [ranks, layers, times] = counts[..] else { panic!("{RUN}={run}") };
+        let work = match *work {
+            "layer" => train,
             "decode" => decode,
-            _ => optimizer,
+            _ => optimize,
         };
-        let times = times.parse().unwrap();
-        world(ranks.parse().unwrap()).run(move |ctx| work(ctx, times)).unwrap();
+        world(ranks).run(move |ctx| work(ctx, layers, times)).unwrap();
         return;
     }
     if !over_nccl() || env::var("CANDLE_TEST_BACKEND").is_ok_and(|backend| backend != "nccl-sim") {
@@ -170,14 +184,13 @@ fn a_llama_layer_and_a_step_of_adam_w_launch_few_kernels() {
     if !has_ranks(2) {
         return;
     }
-    for (work, ranks, most) in [
-        ("layer", 1, [90, 40, 0]),
-        ("layer", 2, [90, 40, 0]),
-        ("decode", 1, [20, 40, 0]),
-        ("decode", 2, [20, 40, 0]),
-        ("optimizer", 1, [2, 2, 0]),
-    ] {
-        let found = each(work, ranks);
-        assert!(found.iter().zip(&most).all(|(found, most)| found <= most), "{work}: {found:?}, at most {most:?}");
+    let works = [("layer", 1), ("layer", 2), ("decode", 1), ("decode", 2), ("optimizer", 1)];
+    let found = works.map(|(work, ranks)| each(work, ranks));
+    let most = [[90, 40, 0], [90, 40, 0], [20, 40, 0], [20, 40, 0], [1, 0, 0]];
+    for ((work, found), most) in works.iter().zip(&found).zip(&most) {
+        assert!(
+            found.iter().zip(most).all(|(found, most)| found <= most),
+            "{work:?}: {found:?}, at most {most:?}"
+        );
     }
 }

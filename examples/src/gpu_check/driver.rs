@@ -75,8 +75,11 @@ pub(super) fn check(device: &Device, small: bool) -> Result<String> {
 
     let nothing = Tensor::zeros((0, 4), DType::F32, device)?;
     ensure!(nothing.to_device(&Device::Cpu)?.elem_count() == 0, "a tensor without elements has some");
-    let blocked = blocked(&context, rounds).context("streams that share a queue")?;
-    number(&format!("starts of {rounds} that waited behind {PARKED} other streams"), blocked as f64, "")?;
+    // A simulated GPU runs a kernel whole, so it would wait in vain, and calls the flag a race.
+    if !small {
+        let blocked = blocked(&context, rounds).context("streams that share a queue")?;
+        number(&format!("starts of {rounds} that waited behind {PARKED} other streams"), blocked as f64, "")?;
+    }
     Ok(found)
 }
 

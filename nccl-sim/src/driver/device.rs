@@ -97,6 +97,7 @@ pub(crate) extern "C" fn cuCtxSetCurrent(context: u64) -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuCtxSynchronize() -> c_int {
+    crate::tally::count("cuCtxSynchronize");
     status(enter("cuCtxSynchronize").and_then(|(mut sim, device, site)| {
         let tails = sim.tails(device);
         synchronize(&mut sim, &site, &tails);

@@ -76,6 +76,7 @@ pub(crate) extern "C" fn cuEventQuery(event: u64) -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuEventSynchronize(event: u64) -> c_int {
+    crate::tally::count("cuEventSynchronize");
     status(enter("cuEventSynchronize").and_then(|(mut sim, device, site)| {
         let found = sim.events.get(&event).ok_or(code::INVALID_HANDLE)?;
         let marks: Vec<Mark> = found.mark.iter().cloned().collect();

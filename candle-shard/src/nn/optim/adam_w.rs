@@ -2,8 +2,8 @@
 use super::element::{ElementOptimizer, ElementParams};
 use super::params::{Params, check, unknown};
 use super::slot::Slot;
-use crate::kernels::{self, AdamWUpdate};
 use crate::Result;
+use crate::kernels::{self, AdamWUpdate};
 use candle_core::{DType, Tensor, bail};
 use candle_nn::ParamsAdamW;
 
@@ -92,7 +92,9 @@ impl ElementParams for ParamsAdamW {
     fn step_all(&self, slots: &[(&Slot, &Tensor)]) -> candle_core::Result<()> {
         let mut updates = Vec::with_capacity(slots.len());
         for &(Slot { of, master, states, steps }, grad) in slots {
-            let [first, second] = &states[..] else { bail!("AdamW: {} has {} states", of.name, states.len()) };
+            let [first, second] = &states[..] else {
+                bail!("AdamW: {} has {} states", of.name, states.len())
+            };
             let (var, master, moments) = (&of.var, master.as_ref(), [first, second]);
             updates.push(AdamWUpdate { steps: *steps, var, master, moments, grad });
         }

@@ -103,6 +103,19 @@ fn norms() {
                     x[0].broadcast_div(&size)?.broadcast_mul(&x[1])
                 },
             ),
+            Case::new(
+                "add_rms_norm",
+                &[(shape, Float), (shape, Float), (width, Float)],
+                |x| {
+                    let [sum, normed] = x[0].add_rms_norm(&x[1], &x[2], 1e-3)?;
+                    sum.affine(0.5, 0.0)?.add(&normed)
+                },
+                |x| {
+                    let sum = (&x[0] + &x[1])?;
+                    let size = (sum.sqr()?.mean_keepdim(D::Minus1)? + 1e-3)?.sqrt()?;
+                    (&sum * 0.5)? + sum.broadcast_div(&size)?.broadcast_mul(&x[2])?
+                },
+            ),
         ]);
     }
     sweep("norms", cases);
