@@ -143,6 +143,7 @@ impl Sim {
             clock,
             queue: VecDeque::new(),
             tail,
+            ends_with_copy: false,
             gap: None,
             destroyed: false,
             turn,
@@ -233,7 +234,9 @@ impl Sim {
         let (host, mark) = (self.host.clone(), Mark::default());
         if let Some(stream) = self.streams.get_mut(&id) {
             stream.tail = mark.clone();
-            let is_issued = !work.is_queued();
+            let marks_a_copy = stream.ends_with_copy && matches!(work, Work::Nothing) && waits.is_empty();
+            stream.ends_with_copy = marks_a_copy || matches!(work, Work::Copy(_));
+            let is_issued = marks_a_copy || !work.is_queued();
             if !is_issued {
                 self.queues.add(stream.line, id);
             }

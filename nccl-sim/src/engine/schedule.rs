@@ -92,7 +92,7 @@ impl Sim {
         let mut again = false;
         match op.work {
             Work::Nothing => {}
-            Work::Run(run) | Work::Kernel(run) => {
+            Work::Run(run) | Work::Copy(run) | Work::Kernel(run) => {
                 let who = Accessor { clock: &clock, agent, site: &op.site };
                 let mut exec = Exec { memory: &mut self.memory, who, device, effort: Effort::default() };
                 run(&mut exec);
