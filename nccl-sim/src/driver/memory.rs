@@ -66,7 +66,7 @@ pub(crate) extern "C" fn cuMemcpyHtoDAsync_v2(
         };
         let call = format!("cuMemcpyHtoDAsync of {len} page-locked bytes");
         let site = Site::here(call.as_str());
-        let enqueued = enqueue(call, stream, |_| Work::Run(Box::new(copy)));
+        let enqueued = enqueue(call, stream, |_| Work::Copy(Box::new(copy)));
         return status(enqueued.map(|mark| host::note(from, site, mark)));
     }
     let call = format!("cuMemcpyHtoDAsync of {len} bytes");
@@ -80,7 +80,7 @@ pub(crate) extern "C" fn cuMemcpyHtoDAsync_v2(
         }
     }
     let staged = array(from.cast::<u8>(), len);
-    let work = |_| Work::Run(Box::new(move |exec| exec.write(to, &staged)));
+    let work = |_| Work::Copy(Box::new(move |exec| exec.write(to, &staged)));
     status(enqueue(call, stream, work).map(|_| ()))
 }
 
@@ -95,7 +95,7 @@ pub(crate) extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, len: u
             let _ = answer.send(exec.read(from, len));
         };
         sim.timeline.launches();
-        let mark = sim.enqueue(id, site.clone(), Vec::new(), Work::Run(Box::new(read)));
+        let mark = sim.enqueue(id, site.clone(), Vec::new(), Work::Copy(Box::new(read)));
         synchronize(&mut sim, &site, &[mark]);
         match copied.try_recv() {
             Ok(Some(data)) => {
@@ -115,7 +115,7 @@ pub(crate) extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, len: usize, st
         }
     };
     status(
-        enqueue(format!("cuMemcpyDtoDAsync of {len} bytes"), stream, |_| Work::Run(Box::new(copy)))
+        enqueue(format!("cuMemcpyDtoDAsync of {len} bytes"), stream, |_| Work::Copy(Box::new(copy)))
             .map(|_| ()),
     )
 }
@@ -142,7 +142,7 @@ pub(crate) extern "C" fn cuMemcpyPeerAsync(
         }
     };
     status(
-        enqueue(format!("cuMemcpyPeerAsync of {len} bytes"), stream, |_| Work::Run(Box::new(copy)))
+        enqueue(format!("cuMemcpyPeerAsync of {len} bytes"), stream, |_| Work::Copy(Box::new(copy)))
             .map(|_| ()),
     )
 }

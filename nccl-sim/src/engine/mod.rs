@@ -25,6 +25,7 @@ use schedule::Policy;
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, LazyLock};
+use std::time::Instant;
 use stream::{Op, Stream};
 
 /// The whole simulated machine.
@@ -45,6 +46,8 @@ pub(crate) struct Sim {
     policy: Policy,
     /// How many operations have run or been enqueued.
     pub(crate) progress: u64,
+    /// The progress that a thread which polls has seen, and since when.
+    idle: Option<(u64, Instant)>,
     /// What the cards and NCCL are like.
     pub(crate) rules: Rules,
     /// The kernels that were launched on a device.
@@ -90,6 +93,7 @@ impl Sim {
             next: 0x1000,
             policy: Policy::of(seed),
             progress: 0,
+            idle: None,
             rules: Rules::of_process(),
             loaded: HashSet::new(),
             thresholds: HashMap::new(),
@@ -143,6 +147,7 @@ impl Sim {
             clock,
             queue: VecDeque::new(),
             tail,
+            ends_with_copy: false,
             gap: None,
             destroyed: false,
             turn,
@@ -233,7 +238,9 @@ impl Sim {
         let (host, mark) = (self.host.clone(), Mark::default());
         if let Some(stream) = self.streams.get_mut(&id) {
             stream.tail = mark.clone();
-            let is_issued = !work.is_queued();
+            let marks_a_copy = stream.ends_with_copy && matches!(work, Work::Nothing) && waits.is_empty();
+            stream.ends_with_copy = marks_a_copy || matches!(work, Work::Copy(_));
+            let is_issued = marks_a_copy || !work.is_queued();
             if !is_issued {
                 self.queues.add(stream.line, id);
             }

@@ -3,8 +3,8 @@
 //! CUDA has few connections to a device (CUDA C++ Programming Guide, "Environment Variables",
 //! `CUDA_DEVICE_MAX_CONNECTIONS`), and deals the streams to them; streams of another priority have others. A queue gives
 //! its work to the device in the order of the calls. What waits for an event, or for the end of the work before it on its
-//! stream, waits at the head of its queue, and whatever other streams have put behind it waits too. Copies between the host and a
-//! device have engines of their own, and take no queue.
+//! stream, waits at the head of its queue, and whatever other streams have put behind it waits too. Copies have
+//! engines of their own, with the events that mark their end, and take no queue.
 use crate::clock::Mark;
 use std::collections::{HashMap, VecDeque};
 

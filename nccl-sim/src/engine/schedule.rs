@@ -92,7 +92,7 @@ impl Sim {
         let mut again = false;
         match op.work {
             Work::Nothing => {}
-            Work::Run(run) | Work::Kernel(run) => {
+            Work::Run(run) | Work::Copy(run) | Work::Kernel(run) => {
                 let who = Accessor { clock: &clock, agent, site: &op.site };
                 let mut exec = Exec { memory: &mut self.memory, who, device, effort: Effort::default() };
                 run(&mut exec);
@@ -181,16 +181,33 @@ impl Sim {
             }
         }
         CHANGED.notify_all();
+        self.look_for_the_end();
+    }
+
+    /// Ends the process if threads only poll, and nothing can run any more. Other processes may take longer.
+    fn look_for_the_end(&mut self) {
+        let (progress, since) = self.idle.unwrap_or((u64::MAX, Instant::now()));
+        if progress != self.progress {
+            self.idle = Some((self.progress, Instant::now()));
+        } else if since.elapsed() >= settings::get().hang && settings::get().folder.is_none() {
+            let blocked = self.blocked();
+            if !blocked.is_empty() {
+                fault(Kind::Deadlock, "polls", format!("threads poll, and nothing can run:{blocked}"));
+                die("ended after a deadlock");
+            }
+        }
     }
 
     /// Describes what every stream waits for.
     fn blocked(&self) -> String {
         let heads = self.streams.iter().filter_map(|(id, stream)| Some((id, stream, stream.queue.front()?)));
         let line = |(id, stream, op): (&u64, &Stream, &Op)| {
-            let (device, _, queue) = stream.line;
+            let (device, priority, queue) = stream.line;
             let why = match &op.work {
                 _ if !op.waits.iter().all(Mark::is_passed) => "another stream".to_string(),
-                _ if !op.is_issued => format!("what is before it in hardware queue {queue}"),
+                _ if !op.is_issued => {
+                    format!("what is before it in hardware queue {queue} of priority {priority}")
+                }
                 Work::Nccl(launch) if launch.started => self.comms.lacks(launch),
                 Work::Nccl(launch) => {
                     format!("{} CTAs of {}", launch.ctas - launch.held, self.rules.ctas)
@@ -199,7 +216,7 @@ impl Sim {
             };
             format!("\n  GPU {device} stream {id:#x} {:?}: {} waits for {why}", stream.kind, op.site)
         };
-        heads.map(line).collect()
+        heads.map(line).chain(self.comms.unconnected()).collect()
     }
 }
 

@@ -21,8 +21,9 @@ pub(crate) enum StreamKind {
 pub(crate) enum Work {
     /// Only marks a point, or waits.
     Nothing,
-    /// A copy, or memory that begins or ends: no kernel.
+    /// Memory begins or ends, which takes no engine.
     Run(Box<dyn FnOnce(&mut Exec<'_>) + Send>),
+    Copy(Box<dyn FnOnce(&mut Exec<'_>) + Send>),
     Kernel(Box<dyn FnOnce(&mut Exec<'_>) + Send>),
     Host(HostCall),
     Nccl(Box<Launch>),
@@ -31,7 +32,7 @@ pub(crate) enum Work {
 impl Work {
     /// Returns whether the work takes its place in a hardware queue.
     pub(super) fn is_queued(&self) -> bool {
-        !matches!(self, Self::Run(_))
+        !matches!(self, Self::Run(_) | Self::Copy(_))
     }
 }
 
@@ -58,6 +59,8 @@ pub(crate) struct Stream {
     pub(super) queue: VecDeque<Op>,
     /// The last operation.
     pub(super) tail: Mark,
+    /// Whether it is a copy, whose engine also marks events after it.
+    pub(super) ends_with_copy: bool,
     /// The NCCL call that is still being enqueued by NCCL's thread; nothing else may be put on the stream.
     pub(crate) gap: Option<Arc<Site>>,
     pub(super) destroyed: bool,

@@ -286,6 +286,18 @@ impl Comms {
         self.due.iter().position(|due| due.polls == 0 && due.connects.iter().all(is_there))
     }
 
+    /// Describes the calls whose members are not connected.
+    pub(crate) fn unconnected(&self) -> Vec<String> {
+        let lacking = |due: &Due| {
+            let key = due.connects.iter().find(|key| !self.exchange.has(**key))?;
+            Some(format!(
+                "\n  GPU {}: {} waits in the call for another member to connect: {key}",
+                due.device, due.site
+            ))
+        };
+        self.due.iter().filter_map(lacking).collect()
+    }
+
     /// Puts the launches on their streams whose time has come.
     pub(crate) fn launch_due(sim: &mut Sim) {
         while let Some(at) = sim.comms.next_due() {

@@ -23,6 +23,10 @@ fn runs_beside_a_parked_wait(queues: usize, priority: i32, expected: bool) {
         let y = alloc(4, free);
         cuMemsetD8Async(y, 0, 16, free);
         assert_eq!(passes(event(free)), expected);
+        // A copy goes by.
+        let copies = stream();
+        upload(alloc(4, copies), &[1.0; 4], copies);
+        assert!(passes(event(copies)));
         all_reduce(&ranks[1], buffers[1], 5, 0);
         ready(&ranks);
         finish(&ranks);
