@@ -46,30 +46,31 @@ pub(crate) struct Kernel {
 }
 
 impl Kernel {
-    /// Returns the kernel of a name, unless candle-kernels has none: its `ucopy` and `const_set` lack i16 and i32, its
-    /// casts lack those and i64 with 16-bit floats, its convolutions all signed integers, and floats alone have unary functions.
+    /// Returns the kernel of a name, unless candle-kernels has none: of i16 and i32 it has `affine` alone, its casts lack i64 with
+    /// 16-bit floats, its convolutions signed integers, and floats alone have unary functions.
     pub(crate) fn named(name: &str) -> Option<Self> {
         use Size::Eight;
         let (op, last) = name.rsplit_once('_')?;
         let ty = Type::named(last)?;
         let scalar = Size::of(ty);
         let float = matches!(ty, Type::Bf16 | Type::F16 | Type::F32 | Type::F64);
-        let short = matches!(ty, Type::I16 | Type::I32);
-        let signed = short || ty == Type::I64;
         let unary = vec![Eight; 5];
         let (op, other) = match op.rsplit_once('_').and_then(|(op, other)| Some((op, Type::named(other)?))) {
             Some((op, other)) => (op, other),
             None => (op, ty),
         };
+        if op != "affine" && [ty, other].iter().any(|ty| matches!(ty, Type::I16 | Type::I32)) {
+            return None;
+        }
         let (parameters, run): (Vec<Size>, Run) = match op {
             "affine" => ([&unary[..], &[scalar; 2]].concat(), elementwise::affine),
-            "ucopy" if !short => (unary, elementwise::copy),
+            "ucopy" => (unary, elementwise::copy),
             "uelu" | "upowf" if float => {
                 ([&[Eight; 3][..], &[scalar], &[Eight; 2]].concat(), elementwise::with_number)
             }
             "cast" if castable(other, ty) => (unary, elementwise::cast),
-            "const_set" if !short => ([&[Eight; 3][..], &[scalar, Eight]].concat(), elementwise::const_set),
-            "copy2d" if !short => ([&[Eight; 2][..], &[Size::Four; 4]].concat(), elementwise::copy2d),
+            "const_set" => ([&[Eight; 3][..], &[scalar, Eight]].concat(), elementwise::const_set),
+            "copy2d" => ([&[Eight; 2][..], &[Size::Four; 4]].concat(), elementwise::copy2d),
             "where" => (vec![Eight; 7], elementwise::choose),
             "badd" | "bsub" | "bmul" | "bdiv" | "bminimum" | "bmaximum" => {
                 (vec![Eight; 6], elementwise::binary)
@@ -84,11 +85,11 @@ impl Kernel {
             }
             "take_rows" if float => ([&[Eight; 5][..], &[scalar]].concat(), rows::take),
             "put_rows" if float => (vec![Eight; 5], rows::put),
-            "im2col1d" if !signed => (vec![Eight; 9], convolution::im2col1d),
-            "im2col" if !signed => (vec![Eight; 11], convolution::im2col),
-            "col2im1d" if !signed => (vec![Eight; 8], convolution::col2im1d),
-            "conv_transpose1d" if !signed => (vec![Eight; 10], convolution::conv_transpose1d),
-            "conv_transpose2d" if !signed => (vec![Eight; 11], convolution::conv_transpose2d),
+            "im2col1d" if ty != Type::I64 => (vec![Eight; 9], convolution::im2col1d),
+            "im2col" if ty != Type::I64 => (vec![Eight; 11], convolution::im2col),
+            "col2im1d" if ty != Type::I64 => (vec![Eight; 8], convolution::col2im1d),
+            "conv_transpose1d" if ty != Type::I64 => (vec![Eight; 10], convolution::conv_transpose1d),
+            "conv_transpose2d" if ty != Type::I64 => (vec![Eight; 11], convolution::conv_transpose2d),
             "gather" => (vec![Eight; 8], indexing::gather),
             "ia" => (vec![Eight; 8], indexing::index_add),
             "s" | "sa" => (vec![Eight; 7], indexing::scatter),

@@ -131,7 +131,7 @@ fn a_use_after_a_free_is_found() {
     let program = || {
         let (x, a, _) = written();
         cuMemFreeAsync(x, a);
-        upload(x, &[1.0], a);
+        cuMemsetD8Async(x, 0, 4, a);
     };
     assert_eq!(faults(program), [Kind::Memory]);
 }
@@ -154,7 +154,7 @@ fn the_legacy_stream_waits_for_blocking_streams_only() {
             let x = alloc(1, a);
             upload(x, &[1.0], a);
             cuMemsetD8Async(x, 0, 4, 0);
-            upload(x, &[2.0], b);
+            cuMemsetD8Async(x, 1, 4, b);
         }
     };
     assert_eq!(faults(with(0)), []);
