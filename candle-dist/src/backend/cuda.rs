@@ -30,7 +30,9 @@ pub(crate) fn pool(gpu: c_int) -> Result<Option<sys::CUmemoryPool>> {
 /// a stream, and the next step maps it again.
 pub(crate) fn keep_freed_memory(devices: &[Device]) -> Result<()> {
     for device in devices.iter().filter(|device| device.is_cuda()) {
-        let Some(pool) = pool(device.as_cuda_device()?.cuda_stream().context().cu_device())? else { continue };
+        let Some(pool) = pool(device.as_cuda_device()?.cuda_stream().context().cu_device())? else {
+            continue;
+        };
         let (threshold, mut all) = (sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX);
         // SAFETY: the pool of a device always exists, and this attribute is a number of 64 bits, which the driver reads here.
         unsafe { result::mem_pool::set_attribute(pool, threshold, (&raw mut all).cast()) }.map_err(driver)?;

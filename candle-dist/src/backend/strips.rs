@@ -96,9 +96,7 @@ mod tests {
         // Logits of 16k tokens and 256k words on two ranks.
         for big in [copy(1 << 14, 1 << 18, 1 << 19), copy(3, 1 << 33, 1 << 34), copy(5, 8, 1 << 33)] {
             let strips = big.within(MOST);
-            let is_small = |it: &RowCopy| {
-                it.rows * it.len <= MOST && it.from.1 <= MOST && it.to.1 <= MOST
-            };
+            let is_small = |it: &RowCopy| it.rows * it.len <= MOST && it.from.1 <= MOST && it.to.1 <= MOST;
             assert!(strips.len() > 1 && strips.iter().all(is_small), "{strips:?}");
             assert_eq!(strips.iter().map(|it| it.rows * it.len).sum::<usize>(), big.rows * big.len);
         }

@@ -1,6 +1,7 @@
 //! Rank 0's side: the processes, the values and rounds that they wait for, and the failure of the world.
 use super::arguments;
 use super::departed::Departures;
+use super::digests::{CallDigests, DigestOutcome};
 use super::limits::{MAX_ROUNDS, MAX_STATE};
 use super::message::{CauseRecord, HubRequest, Notice, StatusRecord};
 use super::rounds::Rounds;
@@ -46,6 +47,7 @@ struct HubTable {
     seats: Vec<RankRecord>,
     values: Values<(usize, u64)>,
     rounds: Rounds,
+    digests: CallDigests,
     departed: Departures,
 }
 
@@ -231,6 +233,7 @@ impl ControlHub {
             seats,
             values: Values::default(),
             rounds: Rounds::default(),
+            digests: CallDigests::default(),
             departed: Departures::default(),
         };
         Self { key, table: Mutex::new(table), changed: Condvar::new() }
@@ -400,11 +403,24 @@ impl HubTable {
                 }
             }
             HubRequest::Enter(signature) => {
-                let Some(calls) = self.rounds.enter(rank, *signature) else { return };
+                let (group, round) = (signature.group, signature.round);
+                let is_message = signature.tag().is_some();
+                let entered = self.rounds.enter(rank, *signature);
+                if !is_message {
+                    let shown = self.digests.show(group, round);
+                    self.compared(group, shown);
+                }
+                let Some(calls) = entered else { return };
                 match calls.mismatch() {
-                    None => calls.members().for_each(|(rank, group, round)| {
-                        self.seats[rank].send(&Notice::Agreed { group, round });
-                    }),
+                    None => {
+                        calls.members().for_each(|(rank, group, round)| {
+                            self.seats[rank].send(&Notice::Agreed { group, round });
+                        });
+                        if !is_message {
+                            let settled = self.digests.settle(group, round);
+                            self.compared(group, settled);
+                        }
+                    }
                     Some(mismatch) => {
                         // A rank that did not have to wait may have moved on, so report the call that it made.
                         for (rank, text) in mismatch.calls {
@@ -412,6 +428,17 @@ impl HubTable {
                         }
                         self.stop(mismatch.cause);
                     }
+                }
+            }
+            HubRequest::Calls { group, ranks, calls } => {
+                let rounds = &self.rounds;
+                let is_shown = |round| rounds.has(group, round);
+                let found = self.digests.add(rank, group, &ranks, calls, is_shown);
+                self.compared(group, found);
+            }
+            HubRequest::Post { from, channel, number } => {
+                if let Some(seat) = self.seats.get(from) {
+                    seat.send(&Notice::Posted { channel, number });
                 }
             }
             HubRequest::Miss { group, round, after } => {
@@ -447,6 +474,17 @@ impl HubTable {
                 }
                 self.release();
             }
+        }
+    }
+
+    /// Tells members of a group what the comparison of their digests has found.
+    fn compared(&self, group: u64, found: impl IntoIterator<Item = DigestOutcome>) {
+        for outcome in found {
+            let (ranks, notice) = match outcome {
+                DigestOutcome::Equal(ranks, round) => (ranks, Notice::Equal { group, round }),
+                DigestOutcome::Show(ranks, round) => (ranks, Notice::Show { group, round }),
+            };
+            ranks.into_iter().filter_map(|rank| self.seats.get(rank)).for_each(|seat| seat.send(&notice));
         }
     }
 

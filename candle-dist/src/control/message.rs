@@ -21,6 +21,10 @@ pub(super) enum HubRequest {
     Change { id: u64, key: String, change: ValueChange },
     /// This rank has entered a call, whose signature rank 0 compares.
     Enter(Box<RoundEntry>),
+    /// This rank has made these calls of a group: rounds, with digests that rank 0 compares.
+    Calls { group: u64, ranks: Vec<usize>, calls: Vec<(u64, u64)> },
+    /// This rank has enqueued the receive `number` of a channel, for rank `from`.
+    Post { from: usize, channel: u64, number: u64 },
     /// Some members have not entered a round after this time.
     Miss { group: u64, round: u64, after: Duration },
     /// Something went wrong.
@@ -52,6 +56,12 @@ pub(super) enum Notice {
     Changed { id: u64, outcome: ChangeOutcome },
     /// All members of the group made the same call.
     Agreed { group: u64, round: u64 },
+    /// All members of the group made the same calls up to this round, except for those that were asked for.
+    Equal { group: u64, round: u64 },
+    /// Asks for the call of a round, whose digest came.
+    Show { group: u64, round: u64 },
+    /// The receiver has enqueued the receive `number` of a channel.
+    Posted { channel: u64, number: u64 },
     /// A rank has ended, after these rounds per group and channel.
     Left { rank: usize, rounds: Vec<(u64, u64)>, is_all: bool },
     /// The world stops; asks what this rank is doing.

@@ -10,6 +10,7 @@ mod arguments;
 mod decide;
 mod departed;
 mod dial;
+mod digests;
 mod hub;
 mod ids;
 mod limits;
@@ -256,7 +257,8 @@ impl Control {
 
     /// Like [`enter_shared`](Self::enter_shared), and always compares the call with those of the other members. Without
     /// debug mode, only collectives on the host and barriers wait for this, because their results are waited for anyway.
-    /// Others stop the world later if they differ: [`agree`](Self::agree) waits for that.
+    /// Others stop the world later if they differ: [`agree`](Self::agree) waits for that. Of these collectives, rank 0 gets
+    /// digests, many in one message; [`tell_calls`](Self::tell_calls) sends those of the last moments.
     #[cfg(feature = "nccl")]
     pub(crate) fn enter_compared(
         &self,
@@ -273,6 +275,30 @@ impl Control {
         let how = if waits { EntryMode::Compared } else { EntryMode::ComparedLater };
         let doing = self.watch.enter(Meeting::new(group, ranks, round), call, how, self.timeout)?;
         Ok(WatchGuard { watch: &self.watch, doing })
+    }
+
+    /// Tells rank 0 of the calls that it has not been told of. To be called a few times in each second.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn tell_calls(&self) {
+        self.watch.tell_calls();
+    }
+
+    /// Tells rank `from` that this rank has enqueued the receive `number` of a channel.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn post(&self, from: usize, channel: u64, number: u64) {
+        self.watch.post(from, channel, number);
+    }
+
+    /// Returns whether the receiver of a channel has enqueued its receive `number`. Waits for at most `limit`.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn is_posted(&self, channel: u64, number: u64, limit: Duration) -> bool {
+        self.watch.is_posted(channel, number, limit)
+    }
+
+    /// Forgets a channel on which this rank sends nothing more.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn forget_posts(&self, channel: u64) {
+        self.watch.forget_posts(channel);
     }
 
     /// Forgets a group of `members` ranks, and `channels`, whose messages the backend has numbered.

@@ -58,6 +58,11 @@ impl Rounds {
         Some(RoundCalls(first.into_iter().chain([(rank, signature)]).collect()))
     }
 
+    /// Returns whether a member has entered a round that others have not.
+    pub(super) fn has(&self, group: u64, round: u64) -> bool {
+        self.collective.contains_key(&(group, round))
+    }
+
     /// Returns the members that have not entered a round that others have entered.
     pub(super) fn missing(&self, group: u64, round: u64) -> Option<Vec<usize>> {
         let RoundCalls(calls) = self.collective.get(&(group, round))?;

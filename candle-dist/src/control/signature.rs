@@ -1,9 +1,10 @@
 //! A call in a form that can be sent to rank 0 and compared there.
 use super::limits::{MAX_STATE, clipped};
-use crate::call::{Call, Collective, Dims, Form, Op};
+use crate::call::{Call, Collective, Dims, Form, Op, PROPERTIES};
 use crate::hash;
 use candle_core::{DType, DeviceLocation};
 use serde::{Deserialize, Serialize};
+use std::hash::{Hash, Hasher};
 use std::str::FromStr;
 
 /// The name of the difference between member lists.
@@ -42,6 +43,13 @@ fn short(note: &str) -> String {
         true => format!("{} {:016x}", clipped(note.to_string(), MAX_NOTE), hash::stable(note.as_bytes())),
         false => note.to_string(),
     }
+}
+
+/// Returns a number that is equal for equal calls of one build. Of calls with equal numbers none differs, but for chance.
+pub(super) fn digest(call: &Call) -> u64 {
+    let mut hash = hash::StableHash::default();
+    PROPERTIES.iter().for_each(|property| (property.of)(call).hash(&mut hash));
+    hash.finish()
 }
 
 /// A kind of device. Each process has its own device numbers, so they are not compared.
@@ -159,6 +167,7 @@ mod tests {
             change(&mut other);
             assert_eq!(sent(&call()).difference(&sent(&other)), Some(what));
             assert_eq!(call().difference(&other), Some(what), "as in the world of threads");
+            assert_ne!(digest(&call()), digest(&other), "{what}");
         }
         let broadcast = |root| Call::new(Collective::Broadcast { root });
         assert_eq!(sent(&broadcast(0)).difference(&sent(&broadcast(1))), Some("root"));
@@ -168,6 +177,8 @@ mod tests {
     fn processes_may_have_different_devices_of_one_kind() {
         let on = |gpu_id| sent(&Call { device: DeviceLocation::Cuda { gpu_id }, ..call() });
         assert_eq!(on(0).difference(&on(1)), None);
+        let digest_on = |gpu_id| digest(&Call { device: DeviceLocation::Cuda { gpu_id }, ..call() });
+        assert_eq!(digest_on(0), digest_on(1));
     }
 
     #[test]

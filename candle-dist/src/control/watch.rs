@@ -1,4 +1,6 @@
 //! A process's side of the connection: what it has received, and the threads that wait for it.
+mod later;
+mod posts;
 mod values;
 
 use super::activity::{Activity, Meeting, WaitKind};
@@ -11,6 +13,7 @@ use crate::link::within;
 use crate::link::{LinkEvent, Outbox};
 use crate::values::ChangeOutcome;
 use crate::{Cause, Error, GroupFailure, RankReport, Result, printable};
+use later::LaterCalls;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -57,9 +60,12 @@ struct HubReport {
     leaving: HashMap<usize, Vec<(u64, u64)>>,
     /// The rounds that are compared and that a thread here waits for, with whether all members' calls are equal.
     compared: HashMap<(u64, u64), bool>,
-    /// The rounds that are compared while this rank goes on, until all members' calls are equal. A send is not among them,
-    /// because nobody may receive it.
-    later: HashSet<(u64, u64)>,
+    /// The collectives that are compared while this rank goes on, until all members' calls are equal.
+    later: LaterCalls,
+    /// The receives that are compared while this rank goes on. A send is not among them, because nobody may receive it.
+    received: HashSet<(u64, u64)>,
+    /// How many receives of each channel its receiver has enqueued.
+    posted: HashMap<u64, u64>,
     /// Whether this process has said goodbye.
     announced: bool,
     /// Whether a call has told this rank of the failure before its goodbye, so that it has handled it or reports it.
@@ -82,6 +88,13 @@ pub(super) enum EntryMode {
     ComparedLater,
     /// Compared, and members that do not arrive are named.
     Monitored,
+}
+
+impl HubReport {
+    /// Returns how many calls are compared while this rank goes on.
+    fn count_later(&self) -> usize {
+        self.later.len() + self.received.len()
+    }
 }
 
 impl Watch {
@@ -134,8 +147,19 @@ impl Watch {
             LinkEvent::Message(Notice::Changed { id, outcome }, bytes) => {
                 heard.answers.insert(id, ValueReply::Changed(outcome, bytes));
             }
+            LinkEvent::Message(Notice::Equal { group, round }, _) => heard.later.settle(group, round, true),
+            LinkEvent::Message(Notice::Show { group, round }, _) => {
+                if let Some(entry) = heard.later.entry(group, round) {
+                    self.send(HubRequest::Enter(Box::new(entry)), &[]);
+                }
+            }
+            LinkEvent::Message(Notice::Posted { channel, number }, _) => {
+                let count = heard.posted.entry(channel).or_default();
+                *count = (*count).max(number.saturating_add(1));
+            }
             LinkEvent::Message(Notice::Agreed { group, round }, _) => {
-                heard.later.remove(&(group, round));
+                heard.received.remove(&(group, round));
+                heard.later.settle(group, round, false);
                 if let Some(agreed) = heard.compared.get_mut(&(group, round)) {
                     *agreed = true;
                 }
@@ -290,12 +314,22 @@ impl Watch {
         let is_new = heard.activity.count(key.0, key.1);
         let waits = call.op() != Op::Send && !(is_new && call.form == Form::Started);
         if how != EntryMode::Noted && is_new {
-            if how == EntryMode::ComparedLater && call.op() != Op::Send {
-                heard.later.insert(key);
-            } else if call.op() != Op::Send {
-                heard.compared.insert(key, false);
+            let is_message = call.collective.is_message();
+            if how == EntryMode::ComparedLater && !is_message {
+                if heard.later.push(key.0, &meeting.ranks, key.1, call) {
+                    self.tell_of(&mut heard);
+                }
+            } else {
+                if how == EntryMode::ComparedLater && call.op() != Op::Send {
+                    heard.received.insert(key);
+                } else if call.op() != Op::Send {
+                    heard.compared.insert(key, false);
+                }
+                // The calls of a rank come to rank 0 in their order.
+                self.tell_of(&mut heard);
+                let entry = RoundEntry::new(key.0, &meeting.ranks, key.1, call);
+                self.send(HubRequest::Enter(Box::new(entry)), &[]);
             }
-            self.send(HubRequest::Enter(Box::new(RoundEntry::new(key.0, &meeting.ranks, key.1, call))), &[]);
         }
         let doing = heard.activity.begin(WaitKind::Call(call.clone(), waits.then_some(meeting)));
         if let Some(rank) = heard.activity.deserter() {
@@ -304,8 +338,10 @@ impl Watch {
             self.leave(doing);
             return Err(error);
         }
-        if heard.later.len() > MAX_LATER {
-            let compared = self.wait(heard, timeout, |heard| (heard.later.len() <= MAX_LATER).then_some(()));
+        if heard.count_later() > MAX_LATER {
+            self.tell_of(&mut heard);
+            let compared =
+                self.wait(heard, timeout, |heard| (heard.count_later() <= MAX_LATER).then_some(()));
             return compared.map(|()| doing).inspect_err(|_| self.leave(doing));
         }
         if waits && heard.compared.contains_key(&key) {
@@ -329,11 +365,22 @@ impl Watch {
 
     /// Waits until all calls that are compared later are known to be equal.
     pub(super) fn agree(&self, timeout: Duration) -> Result<()> {
-        let heard = self.heard.lock();
-        if heard.later.is_empty() {
+        let mut heard = self.heard.lock();
+        self.tell_of(&mut heard);
+        if heard.count_later() == 0 {
             return Ok(());
         }
-        self.wait(heard, timeout, |heard| heard.later.is_empty().then_some(()))
+        self.wait(heard, timeout, |heard| (heard.count_later() == 0).then_some(()))
+    }
+
+    /// Tells rank 0 of the calls that it has not been told of.
+    #[cfg(feature = "nccl")]
+    pub(super) fn tell_calls(&self) {
+        self.tell_of(&mut self.heard.lock());
+    }
+
+    fn tell_of(&self, heard: &mut HubReport) {
+        heard.later.take().into_iter().for_each(|request| self.send(request, &[]));
     }
 
     /// Records that the rank is in a stage of its start. Returns the number for [`leave`](Self::leave).

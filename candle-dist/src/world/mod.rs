@@ -248,8 +248,11 @@ impl World {
             WorldRanks::Processes(backend, ref options) => {
                 let options = options.clone();
                 self.refuse_mailbox("processes")?;
-                let options =
-                    InitOptions { threads_per_rank: self.threads_per_rank, gpu: self.gpu, ..options.timeout(self.timeout) };
+                let options = InitOptions {
+                    threads_per_rank: self.threads_per_rank,
+                    gpu: self.gpu,
+                    ..options.timeout(self.timeout)
+                };
                 let ctx = init_process_group(backend, options)?;
                 return Ok(vec![ctx.map_backend(|backend| wrapped(backend, &self.wraps))]);
             }
@@ -392,8 +395,7 @@ fn over_nccl(
     let (posts, parked) = (Arc::new(ReceivePosts::default()), ParkedComms::new(devices.len()));
     let backend = |(rank, device)| {
         let (world, values) = (world.clone(), values.clone());
-        let watch =
-            WorldWatch::Thread { world, values, calls: calls.clone(), posts: posts.clone(), rank };
+        let watch = WorldWatch::Thread { world, values, calls: calls.clone(), posts: posts.clone(), rank };
         let terms = RankTerms { ctas, abort_timeout: gpu.abort_timeout, parked: parked.clone() };
         Ok(Arc::new(NcclBackend::world(watch, device, devices.len(), terms)?) as Arc<_>)
     };

@@ -33,12 +33,14 @@ impl AbortSet {
         };
         let threads = [
             std::thread::Builder::new().name("nccl abort".to_string()).spawn(run).map(drop),
-            std::thread::Builder::new().name("nccl last resort".to_string()).spawn(move || {
-                if !waited.wait(limit) {
-                    last_resort();
-                }
-            })
-            .map(drop),
+            std::thread::Builder::new()
+                .name("nccl last resort".to_string())
+                .spawn(move || {
+                    if !waited.wait(limit) {
+                        last_resort();
+                    }
+                })
+                .map(drop),
         ];
         if threads[0].is_err() {
             // Without a thread, the communicator stays as it is until the process ends.
@@ -135,7 +137,15 @@ mod tests {
     #[test]
     fn the_last_words_say_who_where_and_what_to_do() {
         let words = last_words(3, 1, "all_reduce", Duration::from_secs(60), "rank 0 returned");
-        for part in ["rank 3", "GPU 1", "all_reduce", "60s", "rank 0 returned", "Start the job again", "abort_timeout"] {
+        for part in [
+            "rank 3",
+            "GPU 1",
+            "all_reduce",
+            "60s",
+            "rank 0 returned",
+            "Start the job again",
+            "abort_timeout",
+        ] {
             assert!(words.contains(part), "{part}: {words}");
         }
     }

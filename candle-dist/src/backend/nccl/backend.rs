@@ -1,12 +1,13 @@
 //! NCCL as a backend of process groups.
-use super::comm::{CommMembers, NcclComm};
+use super::comm::{CommMembers, NcclComm, PriorWork};
 use super::devices;
 use super::errors::check_version;
 use super::handle::library_version;
 use super::lane::{LaneSender, open_receiver};
+use super::launches::{CallLaunch, LaterLaunch};
 use super::marks;
 use super::rank::{NcclRank, RankTerms};
-use super::transfer::{self, DoneEvent, TensorTransfer, issue, issue_in_place, issue_receive};
+use super::transfer::{self, TensorTransfer, exchanges, issue, issue_in_place, issue_receive};
 use super::watch::{WorldGuard, WorldWatch};
 use crate::backend::cuda::driver;
 use crate::backend::outputs::{completed, deliver, fill, filled, unsupported};
@@ -33,6 +34,8 @@ pub(crate) struct NcclBackend {
     is_world: bool,
     /// Created by the first call, because many groups are never used.
     comm: Mutex<Option<Arc<NcclComm>>>,
+    /// The latest call that a thread of its own enqueues. Those after it come later.
+    latest: Mutex<Option<Arc<LaterLaunch>>>,
     rounds: AtomicU64,
     outboxes: Mutex<HashMap<(usize, u32), LaneSender>>,
     inboxes: Mutex<HashMap<(usize, u32), Inbox>>,
@@ -56,16 +59,17 @@ impl NcclBackend {
         check_version(library_version()?).map_err(Error::Unsupported)?;
         devices::check(std::slice::from_ref(device))?;
         let me = watch.rank();
-        let mut world = Self::join(NcclRank::new(watch, device, terms)?, (0..size).collect(), me, device.clone());
+        let mut world =
+            Self::join(NcclRank::new(watch, device, terms)?, (0..size).collect(), me, device.clone());
         world.is_world = true;
         Ok(world)
     }
 
     fn join(rank: Arc<NcclRank>, ranks: Vec<usize>, me: usize, device: Device) -> Self {
         let id = rank.next_group(&ranks);
-        let (comm, rounds) = (Mutex::default(), AtomicU64::new(0));
+        let (comm, latest, rounds) = (Mutex::default(), Mutex::default(), AtomicU64::new(0));
         let (outboxes, inboxes) = (Mutex::default(), Mutex::default());
-        Self { rank, device, ranks, me, id, is_world: false, comm, rounds, outboxes, inboxes }
+        Self { rank, device, ranks, me, id, is_world: false, comm, latest, rounds, outboxes, inboxes }
     }
 
     fn comm(&self) -> Result<Arc<NcclComm>> {
@@ -114,16 +118,34 @@ impl NcclBackend {
         };
         let main = device.cuda_stream();
         let prepare = |i: usize| TensorTransfer::new(&device, &call, i, self.me, tensors.get(i));
-        let prepared = (0..count).map(prepare).collect::<Result<Vec<_>>>()?;
-        let comm = self.comm()?;
+        let prepared = Arc::new((0..count).map(prepare).collect::<Result<Vec<_>>>()?);
         // Tensors of one GPU may have been made and packed for different `Device`s, each with its own stream.
         let mut streams = other_streams(&tensors, &main);
+        let others = streams.clone();
         streams.push(main.clone());
-        let done = issue(&comm, &streams, &call, &prepared)?;
-        for other in streams.iter().filter(|stream| stream.cu_stream() != main.cu_stream()) {
-            other.wait(&done).map_err(driver)?; // before the packed data is freed there
+        let launch = Some(self.enqueue(PriorWork::on(&streams)?, call, &prepared)?);
+        Ok(EnqueuedCall { rank: self.rank.clone(), main, others, launch, prepared, to_host, kept: tensors })
+    }
+
+    /// Enqueues a call after the others of this group.
+    fn enqueue(
+        &self,
+        after: PriorWork,
+        call: Arc<Call>,
+        prepared: &Arc<Vec<TensorTransfer>>,
+    ) -> Result<CallLaunch> {
+        let comm = self.comm()?;
+        let mut latest = self.latest.lock();
+        let is_held_up = latest.as_ref().is_some_and(|latest| !latest.is_over());
+        if call.form == Form::Started && (is_held_up || comm.has_to_meet(exchanges(prepared))) {
+            let prepared = prepared.clone();
+            let enqueue = move || issue(&comm, &after, &call, &prepared);
+            let later = LaterLaunch::start(latest.take(), enqueue)?;
+            *latest = Some(later.clone());
+            return Ok(CallLaunch::Later(later));
         }
-        Ok(EnqueuedCall { rank: self.rank.clone(), main, done: Some(done), prepared, to_host, kept: tensors })
+        latest.take().into_iter().for_each(|before| before.wait());
+        issue(&comm, &after, &call, prepared).map(CallLaunch::Enqueued)
     }
 
     /// Enqueues a barrier: each member gathers a word of every member, which depends on the description of its call.
@@ -136,8 +158,8 @@ impl NcclBackend {
 
     /// Waits on the host until all ranks have arrived, and fails unless all made the same call.
     fn meet(&self, call: &Call) -> Result<()> {
-        let flight = self.launch_barrier(call)?;
-        flight.done.as_ref().map_or(Ok(()), |done| self.rank.wait(done))?;
+        let mut flight = self.launch_barrier(call)?;
+        flight.arrive()?;
         let all = flight.land()?.into_iter().map(|made| made.into_tensor().to_vec1::<i64>());
         let all = all.collect::<candle_core::Result<Vec<_>>>()?.concat();
         match all.iter().position(|&other| other != all[0]) {
@@ -156,6 +178,7 @@ impl NcclBackend {
         let placed = self.on_gpu(call.op(), tensors)?;
         let Device::Cuda(device) = placed[0].device() else { return Ok(()) };
         let comm = self.comm()?;
+        self.latest.lock().take().into_iter().for_each(|before| before.wait());
         issue_in_place(&self.rank, &comm, &device.cuda_stream(), &call, &placed[0])
     }
 
@@ -193,7 +216,7 @@ impl NcclBackend {
             }
         };
         inbox.received += 1;
-        let enqueued = || self.rank.watch.note_receive(id, received);
+        let enqueued = || self.rank.watch.post(self.ranks[from], id, received);
         Ok(issue_receive(&self.rank, &inbox.comm, &call, 0, enqueued)?.into_tensor())
     }
 }
@@ -212,9 +235,11 @@ struct EnqueuedCall {
     rank: Arc<NcclRank>,
     /// The stream on which the tensors are used and freed.
     main: Arc<CudaStream>,
-    /// Marks the end of the call, until `main` waits for it.
-    done: Option<DoneEvent>,
-    prepared: Vec<TensorTransfer>,
+    /// Other streams on which tensors are freed.
+    others: Vec<Arc<CudaStream>>,
+    /// The call, until the streams wait for its end.
+    launch: Option<CallLaunch>,
+    prepared: Arc<Vec<TensorTransfer>>,
     /// Whether each result goes to the host.
     to_host: Vec<bool>,
     /// The tensors that the call reads. They may be freed on `main` once that stream waits for the call.
@@ -222,13 +247,25 @@ struct EnqueuedCall {
 }
 
 impl EnqueuedCall {
+    /// Waits on the host until the GPU has reached the end of the call.
+    fn arrive(&mut self) -> Result<()> {
+        let Some(launch) = self.launch.take() else { return Ok(()) };
+        let done = launch.wait()?;
+        self.launch = Some(CallLaunch::Enqueued(done.clone()));
+        self.rank.wait(&done)
+    }
+
     /// Returns the results. `main` waits for them, the host does not.
     fn land(mut self) -> Result<Results> {
-        if let Some(done) = self.done.take() {
+        if let Some(launch) = self.launch.take() {
+            let done = launch.wait()?;
             self.rank.rejoin(&self.main, &done)?;
+            self.others.iter().try_for_each(|other| other.wait(&done)).map_err(driver)?;
         }
+        let shared = || Error::Unsupported("a call that is still being enqueued".to_string());
+        let prepared = Arc::into_inner(std::mem::take(&mut self.prepared)).ok_or_else(shared)?;
         let mut results = Results::new();
-        for (prepared, &to_host) in std::mem::take(&mut self.prepared).into_iter().zip(&self.to_host) {
+        for (prepared, &to_host) in prepared.into_iter().zip(&self.to_host) {
             let Some(made) = prepared.land()? else { continue };
             if !to_host {
                 results.push(made);
@@ -241,13 +278,15 @@ impl EnqueuedCall {
         }
         Ok(results)
     }
-
 }
 
 impl Drop for EnqueuedCall {
     fn drop(&mut self) {
         // Memory that is freed now must not be reused before NCCL is done with it. A drop cannot return errors.
-        let _ = self.done.take().map(|done| self.main.wait(&done));
+        if let Some(Ok(done)) = self.launch.take().map(CallLaunch::wait) {
+            let _ = self.main.wait(&done);
+            self.others.iter().for_each(|other| _ = other.wait(&done));
+        }
         self.kept.clear();
     }
 }
@@ -269,6 +308,7 @@ impl Drop for NcclBackend {
             inboxes.keys().map(|&(from, tag)| channel(self.id, from, self.me, tag)).collect();
         let channels: Vec<u64> =
             outboxes.values().map(|outbox| outbox.id).chain(received.iter().copied()).collect();
+        self.latest.get_mut().take().into_iter().for_each(|latest| latest.wait());
         // Their ends wait for calls under way, in which a rank that returns is still missed.
         drop((outboxes, inboxes, self.comm.get_mut().take()));
         self.rank.watch.forget_receives(&received);
@@ -283,18 +323,13 @@ impl Drop for NcclBackend {
 impl StartedCall for NcclCall {
     fn is_ready(&self) -> Result<bool> {
         self.flight.rank.watch.check()?;
-        self.flight.done.as_ref().map_or(Ok(true), |done| done.try_is_complete().map_err(driver))
+        self.flight.launch.as_ref().map_or(Ok(true), CallLaunch::is_complete)
     }
 
-    fn finish(self: Box<Self>) -> Result<Results> {
+    fn finish(mut self: Box<Self>) -> Result<Results> {
         self.flight.rank.watch.check()?;
         if self.is_barrier {
-            return self
-                .flight
-                .done
-                .as_ref()
-                .map_or(Ok(()), |done| self.flight.rank.wait(done))
-                .map(|()| Results::new());
+            return self.flight.arrive().map(|()| Results::new());
         }
         self.flight.land()
     }

@@ -8,6 +8,7 @@ use crate::{Error, Result};
 use cudarc::driver::{CudaEvent, CudaStream};
 use cudarc::nccl::sys;
 use parking_lot::{Mutex, MutexGuard};
+use rustc_hash::FxHashSet;
 use std::collections::VecDeque;
 use std::ffi::CStr;
 use std::sync::Arc;
@@ -25,20 +26,22 @@ struct IssuedCall {
 }
 
 /// What a call comes after on the GPU.
-#[derive(Clone, Copy, Default)]
-pub(super) struct PriorWork<'a> {
-    /// Streams, which also wait for a call that fails.
-    pub(super) streams: &'a [Arc<CudaStream>],
-    pub(super) event: Option<&'a CudaEvent>,
+#[derive(Default)]
+pub(super) struct PriorWork {
+    events: Vec<CudaEvent>,
+    /// The streams that also wait for a call that fails.
+    streams: Vec<Arc<CudaStream>>,
 }
 
-impl<'a> PriorWork<'a> {
-    pub(super) fn on(streams: &'a [Arc<CudaStream>]) -> Self {
-        Self { streams, event: None }
+impl PriorWork {
+    /// Returns the present work of streams.
+    pub(super) fn on(streams: &[Arc<CudaStream>]) -> Result<Self> {
+        let events = streams.iter().map(|stream| stream.record_event(None)).collect::<Result<_, _>>();
+        Ok(Self { events: events.map_err(driver)?, streams: streams.to_vec() })
     }
 
-    pub(super) fn of(event: &'a CudaEvent) -> Self {
-        Self { streams: &[], event: Some(event) }
+    pub(super) fn of(event: CudaEvent) -> Self {
+        Self { events: vec![event], streams: Vec::new() }
     }
 }
 
@@ -71,6 +74,8 @@ pub(super) struct CommState {
     made: AtomicU64,
     /// The op of the latest call.
     latest: Mutex<&'static str>,
+    /// The members with which this one has exchanged data directly: whether it has sent, and to or from whom.
+    met: Mutex<FxHashSet<(bool, usize)>>,
 }
 
 impl CommState {
@@ -93,7 +98,8 @@ impl CommState {
         let handle = (!raw.is_null()).then_some(Handle(raw));
         let (handle, issued, made) = (Mutex::new(handle), Mutex::default(), AtomicU64::new(0));
         let (rank, name, latest) = (rank.clone(), members.name, Mutex::new("init"));
-        let comm = Arc::new(Self { rank, name, size, limit, stream, handle, issued, made, latest });
+        let met = Mutex::default();
+        let comm = Arc::new(Self { rank, name, size, limit, stream, handle, issued, made, latest, met });
         let mut handle = comm.handle.lock();
         if let Err(error) = comm.settle(&mut handle, "init", code, 0, None) {
             comm.abort(handle);
@@ -127,7 +133,7 @@ impl CommState {
     fn issue(
         &self,
         op: &'static str,
-        after: PriorWork<'_>,
+        after: &PriorWork,
         number: u64,
         enqueue: impl FnOnce(sys::ncclComm_t, sys::cudaStream_t) -> sys::ncclResult_t,
     ) -> Result<Arc<CudaEvent>> {
@@ -142,8 +148,7 @@ impl CommState {
         // Made before the calls, which must not run without it.
         let done = Arc::new(self.stream.context().new_event(None).map_err(driver)?);
         let turn = self.rank.turn.lock();
-        after.streams.iter().try_for_each(|earlier| self.stream.join(earlier)).map_err(driver)?;
-        after.event.map_or(Ok(()), |event| self.stream.wait(event)).map_err(driver)?;
+        after.events.iter().try_for_each(|earlier| self.stream.wait(earlier)).map_err(driver)?;
         *self.latest.lock() = op;
         // SAFETY: groups belong to the calling thread, and this one ends three lines below.
         let begun = unsafe { sys::ncclGroupStart() };
@@ -160,7 +165,7 @@ impl CommState {
             // A part of the group may have run, and its memory is freed on these streams.
             self.rank.wait_for_aborts();
             let is_marked = done.record(&self.stream).is_ok();
-            for stream in after.streams {
+            for stream in &after.streams {
                 if !is_marked || stream.wait(&done).is_err() {
                     // The kernels leave after an abort. A GPU that reports an error here runs nothing any more.
                     let _ = self.stream.synchronize();
@@ -341,11 +346,22 @@ impl NcclComm {
     pub(super) fn issue(
         &self,
         op: &'static str,
-        after: PriorWork<'_>,
+        after: &PriorWork,
         enqueue: impl FnOnce(sys::ncclComm_t, sys::cudaStream_t) -> sys::ncclResult_t,
     ) -> Result<Arc<CudaEvent>> {
         let number = self.0.made.fetch_add(1, Ordering::Relaxed);
         self.0.issue(op, after, number, enqueue)
+    }
+
+    /// Returns whether NCCL will connect to other members for these exchanges, and so wait for them.
+    pub(super) fn has_to_meet(&self, exchanges: impl Iterator<Item = (bool, usize)>) -> bool {
+        let met = self.0.met.lock();
+        exchanges.into_iter().any(|exchange| !met.contains(&exchange))
+    }
+
+    /// Notes exchanges that have been enqueued.
+    pub(super) fn note_met(&self, exchanges: impl Iterator<Item = (bool, usize)>) {
+        self.0.met.lock().extend(exchanges);
     }
 
     /// Connects the two members of a lane. Both must call it. It moves a byte in memory of the communicator's own stream, and so
@@ -358,7 +374,7 @@ impl NcclComm {
             byte.device_ptr(&self.0.stream).0 as *mut std::ffi::c_void
         };
         let (peer, kind) = (1 - me as i32, sys::ncclDataType_t::ncclUint8);
-        let moved = self.0.issue("connect", PriorWork::default(), 0, |comm, stream| match me {
+        let moved = self.0.issue("connect", &PriorWork::default(), 0, |comm, stream| match me {
             // SAFETY: the communicator is alive and locked by the caller. The byte is freed on the stream of this call.
             0 => unsafe { sys::ncclSend(place, 1, kind, peer, comm, stream) },
             // SAFETY: see above.

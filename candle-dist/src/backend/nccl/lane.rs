@@ -65,6 +65,7 @@ impl LaneSender {
             {
                 rank.watch.fail_with(error.to_string());
             }
+            rank.watch.forget_posts(id);
         });
         let courier =
             courier.map_err(|error| Error::Unsupported(format!("no thread for messages: {error}")))?;
@@ -126,7 +127,7 @@ fn deliver(rank: &NcclRank, comm: &NcclComm, incoming: &Receiver<CourierMessage>
             Ok(CourierMessage { tensor, ready, unsent }) => {
                 let number = numbers.next().unwrap_or(u64::MAX);
                 comm.wait_for_receiver(number)?;
-                let sent = issue_send(comm, PriorWork::of(&ready), &tensor, 1);
+                let sent = issue_send(comm, &PriorWork::of(ready), &tensor, 1);
                 drop(unsent);
                 // After a failure, what still runs of it has been aborted.
                 let arrived = match &sent {

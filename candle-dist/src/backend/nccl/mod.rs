@@ -41,6 +41,8 @@ mod lane;
 #[cfg(feature = "nccl")]
 mod lanes;
 #[cfg(feature = "nccl")]
+mod launches;
+#[cfg(feature = "nccl")]
 mod limit;
 #[cfg(feature = "nccl")]
 mod marks;

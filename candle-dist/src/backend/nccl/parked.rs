@@ -104,11 +104,7 @@ impl ParkedComms {
 }
 
 /// Takes the entries of each name of which there are as many as it has members here.
-fn take_whole<T>(
-    parked: &mut Vec<T>,
-    name: impl Fn(&T) -> u64,
-    members: impl Fn(&T) -> usize,
-) -> Vec<T> {
+fn take_whole<T>(parked: &mut Vec<T>, name: impl Fn(&T) -> u64, members: impl Fn(&T) -> usize) -> Vec<T> {
     let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
     parked.iter().for_each(|entry| *counts.entry(name(entry)).or_default() += 1);
     let is_whole = |entry: &T| counts.get(&name(entry)).is_some_and(|&count| count >= members(entry));

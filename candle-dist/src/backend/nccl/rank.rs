@@ -188,9 +188,10 @@ impl NcclRank {
         let here = |member: usize| format!("{}/{member}", key(name));
         if me > 0 {
             self.watch.set(&here(me), &[])?;
-            return self.watch.get(&here(0), ranks[0]).map(drop);
+            return self.watch.get_late(&here(0)).map(drop);
         }
-        (1..ranks.len()).try_for_each(|member| self.watch.get(&here(member), ranks[member]).map(drop))?;
+        // Each of them is connected, and so comes here too. The threads that send outlast their programs.
+        (1..ranks.len()).try_for_each(|member| self.watch.get_late(&here(member)).map(drop))?;
         self.watch.set(&here(0), &[])
     }
 
@@ -236,7 +237,8 @@ impl NcclRank {
 
     /// Runs the abort of a communicator whose latest call is `call`, on a thread of its own.
     pub(super) fn abort(&self, call: &'static str, abort: impl FnOnce() + Send + 'static) {
-        let why = self.watch.failure().map_or("it ended early".to_string(), |failure| failure.cause.to_string());
+        let why =
+            self.watch.failure().map_or("it ended early".to_string(), |failure| failure.cause.to_string());
         let words = last_words(self.watch.rank(), self.gpu(), call, self.abort_timeout, &why);
         let context = self.device.cuda_stream().context().clone();
         let abort = move || {
@@ -267,6 +269,7 @@ impl NcclRank {
         for comm in comms {
             comm.inspect();
         }
+        self.watch.tick();
         self.lanes.tidy();
         self.parked.tidy();
     }

@@ -118,17 +118,31 @@ impl TensorTransfer {
     }
 }
 
-/// Enqueues all of `prepared` as one group after the work on the streams `after`.
+/// Enqueues all of `prepared` as one group after the work `after`.
 pub(super) fn issue(
     comm: &NcclComm,
-    after: &[Arc<CudaStream>],
+    after: &PriorWork,
     call: &Call,
     prepared: &[TensorTransfer],
 ) -> Result<DoneEvent> {
-    comm.issue(call.op().name(), PriorWork::on(after), |comm, stream| {
+    let done = comm.issue(call.op().name(), after, |comm, stream| {
         let codes =
             prepared.iter().map(|prepared| prepared.enqueue(call.collective.reduction(), comm, stream));
         first_error(codes)
+    })?;
+    comm.note_met(exchanges(prepared));
+    Ok(done)
+}
+
+/// Returns the direct exchanges of a call with other members: whether this one sends, and to or from whom.
+pub(super) fn exchanges(prepared: &[TensorTransfer]) -> impl Iterator<Item = (bool, usize)> {
+    let spans = prepared.iter().filter_map(|prepared| match &prepared.plan.transfer {
+        FlatTransfer::SendReceive { sends, receives } => Some((sends, receives)),
+        _ => None,
+    });
+    spans.flat_map(|(sends, receives)| {
+        let sends = sends.iter().map(|span| (true, span.peer));
+        sends.chain(receives.iter().map(|span| (false, span.peer)))
     })
 }
 
@@ -142,7 +156,8 @@ pub(super) fn issue_in_place(
 ) -> Result<()> {
     let plan = TransferPlan::new(call, 0, 0, tensor.dims())?;
     let place = address_of(tensor);
-    let done = comm.issue(call.op().name(), PriorWork::on(std::slice::from_ref(main)), |comm, stream| {
+    let after = PriorWork::on(std::slice::from_ref(main))?;
+    let done = comm.issue(call.op().name(), &after, |comm, stream| {
         enqueue(&plan.transfer, (place, place), tensor.dtype(), call.collective.reduction(), comm, stream)
     })?;
     rank.rejoin(main, &done)?;
@@ -153,7 +168,7 @@ pub(super) fn issue_in_place(
 /// Enqueues a send of `tensor`, whose data is there after the work `after`, to the member `peer`.
 pub(super) fn issue_send(
     comm: &NcclComm,
-    after: PriorWork<'_>,
+    after: &PriorWork,
     tensor: &Tensor,
     peer: usize,
 ) -> Result<DoneEvent> {
@@ -178,9 +193,9 @@ pub(super) fn issue_receive(
     let receives = vec![BufferSpan { peer, start: 0, len: shape.elem_count() }];
     let (transfer, place) = (FlatTransfer::SendReceive { sends: Vec::new(), receives }, address(&storage, 0));
     let stream = rank.device.cuda_stream();
-    let after = PriorWork::on(std::slice::from_ref(&stream));
+    let after = PriorWork::on(std::slice::from_ref(&stream))?;
     let done =
-        comm.issue("recv", after, |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream))?;
+        comm.issue("recv", &after, |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream))?;
     enqueued();
     rank.rejoin(&stream, &done)?;
     written(&mut storage);

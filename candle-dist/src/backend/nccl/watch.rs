@@ -51,10 +51,25 @@ impl WorldWatch {
         matches!(self, Self::Thread { .. })
     }
 
-    /// Notes that this rank has enqueued the receive `number` of a channel.
-    pub(super) fn note_receive(&self, channel: u64, number: u64) {
-        if let Self::Thread { posts, .. } = self {
-            posts.note(channel, number);
+    /// Tells rank `from` that this rank has enqueued the receive `number` of a channel.
+    pub(super) fn post(&self, from: usize, channel: u64, number: u64) {
+        match self {
+            Self::Thread { posts, .. } => posts.note(channel, number),
+            Self::Process(control, _) => control.post(from, channel, number),
+        }
+    }
+
+    /// Forgets a channel on which this rank sends nothing more.
+    pub(super) fn forget_posts(&self, channel: u64) {
+        if let Self::Process(control, _) = self {
+            control.forget_posts(channel);
+        }
+    }
+
+    /// Does what is to be done a few times in each second.
+    pub(super) fn tick(&self) {
+        if let Self::Process(control, _) = self {
+            control.tell_calls();
         }
     }
 
@@ -69,7 +84,7 @@ impl WorldWatch {
     pub(super) fn is_awaited(&self, channel: u64, number: u64) -> bool {
         match self {
             Self::Thread { posts, .. } => posts.has(channel, number, TICK),
-            Self::Process(..) => true,
+            Self::Process(control, _) => control.is_posted(channel, number, TICK),
         }
     }
 
@@ -193,6 +208,15 @@ impl WorldWatch {
 
     /// Returns the value of `key`, which rank `from` sets. Waits for it, and fails if it cannot come any more.
     pub(super) fn get(&self, key: &str, from: usize) -> Result<Vec<u8>> {
+        self.value(key, |world| world.has_returned(from).then_some(Cause::Returned { rank: from }))
+    }
+
+    /// Returns the value of `key`, which another rank sets even if its program has returned.
+    pub(super) fn get_late(&self, key: &str) -> Result<Vec<u8>> {
+        self.value(key, |_| None)
+    }
+
+    fn value(&self, key: &str, lost: impl Fn(&WorldState) -> Option<Cause>) -> Result<Vec<u8>> {
         let (world, values) = match self {
             Self::Thread { world, values, .. } => (world, values),
             Self::Process(control, _) => return control.get(key),
@@ -202,11 +226,11 @@ impl WorldWatch {
             if let Some(failure) = self.failure() {
                 return Some(failure.cause.clone());
             }
-            if world.has_returned(from) {
-                return Some(Cause::Returned { rank: from });
-            }
-            let late = began.elapsed() >= self.timeout();
-            late.then(|| Cause::TimedOut { rank: self.rank(), after: self.timeout() })
+            let late = || {
+                let is_late = began.elapsed() >= self.timeout();
+                is_late.then(|| Cause::TimedOut { rank: self.rank(), after: self.timeout() })
+            };
+            lost(world).or_else(late)
         };
         values.get(key, in_vain).map_err(|cause| self.fail(cause))
     }
