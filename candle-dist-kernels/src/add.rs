@@ -1,10 +1,11 @@
 use candle_core::{
-    CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, backend::BackendStorage, bail, op,
+    CpuStorage, D, DType, Error, Layout, Result, Shape, Storage, Tensor, backend::BackendStorage, bail, op,
 };
 use candle_dist_base::{Fresh, edges};
 use half::bf16;
 
-use super::{element::Element, linear::column_sums, rows::by_blocks};
+use super::rms_norm::rms_norm;
+use super::{check_dtype, check_vector, element::Element, fused, linear::column_sums, rows::by_blocks};
 
 /// The elementwise sum of two tensors, with broadcasting.
 ///
@@ -42,6 +43,34 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         (_, true) => add_rows(b, a, [1, 0]),
         _ => a.broadcast_add(b),
     }
+}
+
+/// The sum of two tensors, and the [RMS norm](crate::rms_norm()) of the sum: a residual connection before a norm.
+///
+/// `x` and `more` have one shape `[.., k]` and one dtype; both results have them too. Fails as `rms_norm` does.
+///
+/// ```
+/// # fn main() -> candle_core::Result<()> {
+/// use candle_core::{Device::Cpu, Tensor};
+/// let (x, more) = (Tensor::new(&[[1f64, -3.]], &Cpu)?, Tensor::new(&[[1f64, 1.]], &Cpu)?);
+/// let [sum, normed] = candle_dist_kernels::add_rms_norm(&x, &more, &Tensor::new(&[1f64, 10.], &Cpu)?, 0.0)?;
+/// assert_eq!((sum.to_vec2::<f64>()?, normed.to_vec2::<f64>()?), (vec![vec![2., -2.]], vec![vec![1., -10.]]));
+/// # Ok(())
+/// # }
+/// ```
+pub fn add_rms_norm(x: &Tensor, more: &Tensor, weight: &Tensor, eps: f64) -> Result<[Tensor; 2]> {
+    check_vector("add_rms_norm", x, "weight", weight, x.dim(D::Minus1)?)?;
+    check_dtype("add_rms_norm", x, more)?;
+    if x.dims() != more.dims() {
+        let (lhs, rhs) = (x.shape().clone(), more.shape().clone());
+        return Err(Error::ShapeMismatchBinaryOp { lhs, rhs, op: "add_rms_norm" }.bt());
+    }
+    if fused::computes(&[x, more, weight]) {
+        return fused::norm::norm_of_sum(x, more, weight, eps);
+    }
+    let sum = add(x, more)?;
+    let normed = rms_norm(&sum, weight, eps)?;
+    Ok([sum, normed])
 }
 
 /// Returns whether the last dims of `whole` are those of `part`, so that `part` is repeated as a row.

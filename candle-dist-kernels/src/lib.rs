@@ -83,7 +83,7 @@ mod waves;
 mod weight_sink;
 
 pub use adam_w::AdamW;
-pub use add::add;
+pub use add::{add, add_rms_norm};
 pub use clamped_gate::clamped_gate;
 pub use conv::Conv;
 pub use cross_entropy::cross_entropy;
@@ -100,7 +100,7 @@ pub use masked_softmax::masked_softmax;
 pub use pool::{Pool, avg_pool2d, max_pool2d, upsample_bilinear2d, upsample_nearest2d};
 pub use quantized::{QuantizedMatrix, dequantized_linear, quantized_linear};
 pub use reshape::reshape;
-pub use rms_norm::{add_rms_norm, rms_norm};
+pub use rms_norm::rms_norm;
 pub use rope::{RopePairs, rope};
 pub use short_conv::short_conv;
 pub use silu_gate::silu_gate;

@@ -1,10 +1,8 @@
-use candle_core::{D, Device, Error, Result, Shape, Tensor};
+use candle_core::{D, Device, Result, Shape, Tensor};
 use candle_dist_base::{edges, empty};
 
 use super::{
-    TensorReader,
-    add::add,
-    check_dtype, check_vector, compute_dtype,
+    TensorReader, check_vector, compute_dtype,
     float_op::{FloatNode, FloatOp},
     fused,
     real::Real,
@@ -36,34 +34,6 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     }
     let [x_, weight] = [x, weight].map(|t| edges::to_dtype(t, dtype)?.contiguous());
     edges::to_dtype(&edges::apply2(&x_?, &weight?, FloatNode(RmsNormOp { eps }))?, x.dtype())
-}
-
-/// The sum of two tensors, and the [RMS norm](rms_norm) of the sum: a residual connection before a norm.
-///
-/// `x` and `more` have one shape `[.., k]` and one dtype; both results have them too. Fails as `rms_norm` does.
-///
-/// ```
-/// # fn main() -> candle_core::Result<()> {
-/// use candle_core::{Device::Cpu, Tensor};
-/// let (x, more) = (Tensor::new(&[[1f64, -3.]], &Cpu)?, Tensor::new(&[[1f64, 1.]], &Cpu)?);
-/// let [sum, normed] = candle_dist_kernels::add_rms_norm(&x, &more, &Tensor::new(&[1f64, 10.], &Cpu)?, 0.0)?;
-/// assert_eq!((sum.to_vec2::<f64>()?, normed.to_vec2::<f64>()?), (vec![vec![2., -2.]], vec![vec![1., -10.]]));
-/// # Ok(())
-/// # }
-/// ```
-pub fn add_rms_norm(x: &Tensor, more: &Tensor, weight: &Tensor, eps: f64) -> Result<[Tensor; 2]> {
-    check_vector("add_rms_norm", x, "weight", weight, x.dim(D::Minus1)?)?;
-    check_dtype("add_rms_norm", x, more)?;
-    if x.dims() != more.dims() {
-        let (lhs, rhs) = (x.shape().clone(), more.shape().clone());
-        return Err(Error::ShapeMismatchBinaryOp { lhs, rhs, op: "add_rms_norm" }.bt());
-    }
-    if fused::computes(&[x, more, weight]) {
-        return fused::norm::norm_of_sum(x, more, weight, eps);
-    }
-    let sum = add(x, more)?;
-    let normed = rms_norm(&sum, weight, eps)?;
-    Ok([sum, normed])
 }
 
 /// The same from candle's operations. candle-nn's `rms_norm_slow` rounds `eps` to f32, and rounds before the weight.

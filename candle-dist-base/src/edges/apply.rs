@@ -6,14 +6,22 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CustomOp1, CustomOp2, CustomOp3, DType, Device, Result, Shape, Storage, Tensor, bail};
 use std::sync::OnceLock;
 
-/// Returns whether a result of `inputs` gets a ticket: if it needs a gradient and all are on the CPU or on one CUDA device.
+/// Returns whether a result of `inputs` gets a ticket: if it needs a gradient and all are on the CPU, or on one CUDA device. With
+/// `CANDLE_DIST_COMPOSED=1`, which is read once, none on a CUDA device does: fused kernels there are off, too.
 pub fn has_ticket(inputs: &[&Tensor]) -> bool {
     static IS_OFF: OnceLock<bool> = OnceLock::new();
     let is_off = || std::env::var("CANDLE_GRAD_DO_NOT_DETACH").is_ok_and(|set| !set.is_empty() && set != "0");
-    let is_one = |device: &Device| inputs.iter().all(|x| x.device().same_device(device));
+    static IS_COMPOSED: OnceLock<bool> = OnceLock::new();
+    let is_composed = || std::env::var_os("CANDLE_DIST_COMPOSED").is_some_and(|set| set == "1");
+    let has_tickets = |device: &Device| match device {
+        Device::Cpu => true,
+        Device::Cuda(_) => !*IS_COMPOSED.get_or_init(is_composed),
+        Device::Metal(_) => false,
+    };
+    let device = inputs[0].device();
     inputs.iter().any(|x| x.track_op())
-        && !inputs[0].device().is_metal()
-        && is_one(inputs[0].device())
+        && has_tickets(device)
+        && inputs.iter().all(|x| x.device().same_device(device))
         && !*IS_OFF.get_or_init(is_off)
 }
 

@@ -1,6 +1,7 @@
 //! AdamW for many tensors in one launch.
+use super::call::KernelText;
 use super::emulated::{self, is_emulated};
-use super::{KernelText, runs_on};
+use super::run::runs_on;
 use crate::real::is_computed;
 use crate::share_memory;
 use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, Var, bail};

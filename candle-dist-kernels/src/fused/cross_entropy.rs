@@ -1,5 +1,6 @@
 //! The cross entropy of logits of which a rank may have some of the classes, in three launches with the gradient.
-use super::{FusedCall, KernelText, Scalar, made, node, threads_of_row, wide};
+use super::call::{FusedCall, KernelText, Scalar, wide};
+use super::run::{made, node, threads_of_row};
 use candle_core::{Device, Result, Shape, Tensor};
 use candle_dist_base::{ReduceOp, edges};
 

@@ -1,5 +1,5 @@
 //! Launches on CUDA devices.
-use super::{FusedCall, KernelText, Scalar, wide};
+use super::call::{FusedCall, KernelText, Scalar, wide};
 use crate::nvrtc::{Kernels, Rounding};
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut, DeviceRepr, LaunchConfig};

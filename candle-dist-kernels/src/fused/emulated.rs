@@ -1,5 +1,5 @@
 //! Launches that a test runs on the host.
-use super::{FusedCall, KernelText, Scalar};
+use super::call::{FusedCall, KernelText, Scalar};
 use candle_core::backend::BackendDevice;
 use candle_core::cpu_backend::CpuDevice;
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, WithDType, bail};

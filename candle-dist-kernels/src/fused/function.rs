@@ -1,5 +1,6 @@
 //! Functions of one number and gates, in one launch each.
-use super::{FusedCall, KernelText, Scalar, made, node, threads_of_each};
+use super::call::{FusedCall, KernelText, Scalar};
+use super::run::{made, node, threads_of_each};
 use candle_core::{Result, Tensor};
 use candle_dist_base::{Fresh, edges};
 

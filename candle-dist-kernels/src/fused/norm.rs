@@ -1,5 +1,6 @@
 //! RMS norm and layer norm in one launch, and in two to four for their gradients.
-use super::{FusedCall, KernelText, Scalar, made, node, threads_of_row, wide};
+use super::call::{FusedCall, KernelText, Scalar, wide};
+use super::run::{made, node, threads_of_row};
 use candle_core::{D, DType, Result, Shape, Tensor};
 use candle_dist_base::{Fresh, edges};
 

@@ -1,5 +1,6 @@
 //! Rotary positions in one launch.
-use super::{FusedCall, KernelText, Scalar, made, node, threads_of_each};
+use super::call::{FusedCall, KernelText, Scalar};
+use super::run::{made, node, threads_of_each};
 use candle_core::{Layout, Result, Tensor, bail};
 use candle_dist_base::{Fresh, edges};
 

@@ -1,5 +1,6 @@
 //! Softmax in one launch.
-use super::{FusedCall, KernelText, Scalar, made, threads_of_row};
+use super::call::{FusedCall, KernelText, Scalar};
+use super::run::{made, threads_of_row};
 use candle_core::{D, Result, Tensor};
 use candle_dist_base::edges;
 

@@ -1,7 +1,8 @@
 //! Nodes whose gradients do not pass through candle's `GradStore`.
 use candle_core::backend::BackendStorage;
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Device::Cpu, Layout, Result, Shape, Tensor, Var, bail,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Device::Cpu, Layout, Result, Shape, Tensor, Var,
+    bail,
 };
 use candle_dist::backend::Fresh;
 use candle_dist::edges::{self, apply1, apply2, forget_pass, keep, reshape};
@@ -461,7 +462,10 @@ fn results_on_any_device_receive_each_gradient_once_also_after_a_pass_that_faile
         assert_eq!(of(&all)?, [84.0 + 36.0, 84.0 - 144.0]);
         assert_eq!(of(&all)?, [84.0 + 36.0, 84.0 - 144.0]);
         let kept = edges::backward(&all)?;
-        assert_eq!(kept.get(&x).map(|grad| grad.to_device(&Cpu)?.to_vec1::<f32>()).transpose()?.unwrap(), [120.0, -60.0]);
+        assert_eq!(
+            kept.get(&x).map(|grad| grad.to_device(&Cpu)?.to_vec1::<f32>()).transpose()?.unwrap(),
+            [120.0, -60.0]
+        );
         // A node of candle's fails, which this module does not see: what the pass has left in the slot of `a` is not added to
         // another pass. That may be over another graph with the same tensor.
         for is_same in [true, false] {

@@ -247,7 +247,7 @@ impl<'a> Trainer<'a> {
         let model = mesh.axes(&axes)?;
         let mut vb = MeshVarBuilder::from_weights(weights, seed, &model, plan, dtype, device)?;
         if job.fsdp {
-            let options = FullyShardOptions::default().reduce_dtype(DType::F32);
+            let options = FullyShardOptions::default().reduce_dtype(DType::F32).foreign_writes(false);
             vb = vb.fully_shard("dp", options)?;
         }
         if !job.files.adapters.is_empty() {

@@ -93,9 +93,9 @@ impl DTensor {
                 let reason = format!("{} and {}: expected one shape and one dtype", self.spec(), more.spec());
                 return Error::op("add_rms_norm", reason);
             }
-            let rows = signature.rows.iter().map(|row| ShardingRule::new(row.out, &[row.out, row.out, Replicate]));
-            let rows = rows.collect();
-            Ok(Signature { rows, ..signature }.and(self.dims(), self.dtype()))
+            let rows =
+                signature.rows.iter().map(|row| ShardingRule::new(row.out, &[row.out, row.out, Replicate]));
+            Ok(Signature::new(rows.collect(), self.dims(), self.dtype()).and(self.dims(), self.dtype()))
         };
         let made = rules::run_all("add_rms_norm", &[], &[self, more, weight], &signature, &|x, _| {
             let [x, more, weight] = [&x[0], &x[1], &x[2]].map(DTensor::to_local);

@@ -5,8 +5,8 @@ use candle_dist_kernels::parts::{
     weighted_cross_entropy, with_kernels_on_host,
 };
 use candle_dist_kernels::{
-    RopePairs, add, add_rms_norm, causal_softmax, clamped_gate, layer_norm, masked_softmax, rms_norm, rope, silu_gate,
-    softmax,
+    RopePairs, add, add_rms_norm, causal_softmax, clamped_gate, layer_norm, masked_softmax, rms_norm, rope,
+    silu_gate, softmax,
 };
 use candle_nn::ParamsAdamW;
 use device_text::{DeviceText, LaunchShape, TextMemory};
