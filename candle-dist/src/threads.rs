@@ -29,11 +29,11 @@ const SPIN: (&str, &str) = ("CANDLE_BARRIER_POOL_SPIN_LIMIT", "1000");
 /// - A GPU has 8 queues for all streams of a process, and a stream that waits at the head of one holds up the others in it. There can be 32.
 /// - NCCL connects ranks inside of the first call of each algorithm, which then waits for the other ranks, even if it was only started.
 ///   It can connect them when a communicator is made, in which all of them take part.
-pub(crate) const GPU: &[(&str, &str)] = if cfg!(feature = "nccl") {
-    &[("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("NCCL_RUNTIME_CONNECT", "0")]
-} else {
-    &[]
-};
+pub(crate) const GPU: &[(&str, &str)] =
+    if cfg!(feature = "nccl") { &[(CONNECTIONS, "32"), ("NCCL_RUNTIME_CONNECT", "0")] } else { &[] };
+
+/// How many queues CUDA has for the streams of a GPU.
+const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
 /// The most compute threads of a rank. Pools reserve memory for each.
 const MOST: usize = 1 << 12;
@@ -138,20 +138,32 @@ unsafe fn set(per_rank: usize) {
     }
 }
 
-/// Says on stderr, once, which variables of GPUs are not set, and what follows.
+/// Says on stderr, once, which variables of GPUs are not as they should be, and what follows.
 #[cfg(feature = "nccl")]
 pub(crate) fn note_gpu_variables() {
     static ONCE: std::sync::Once = std::sync::Once::new();
-    let missing = GPU.iter().filter(|(name, _)| std::env::var_os(name).is_none());
-    let missing: Vec<String> = missing.map(|(name, value)| format!("{name}={value}")).collect();
-    if !missing.is_empty() {
+    if let Some(wanted) = gpu_variables(|name| std::env::var(name).ok()) {
         ONCE.call_once(|| {
             eprintln!(
-                "candle-dist: {} is not set, so calls on GPUs may hold up each other; set it in the environment, or call                  candle_dist::threads::settle first in main, before the first device is made",
-                missing.join(" and ")
+                "candle-dist: calls on GPUs may hold up each other; set {wanted} in the environment, or call \
+                 candle_dist::threads::settle first in main, before the first device is made"
             );
         });
     }
+}
+
+/// Returns what should be in the environment for GPUs, and is not. The user may choose whether NCCL connects inside of calls, and
+/// queues from 8 on.
+#[cfg(any(feature = "nccl", test))]
+fn gpu_variables(lookup: impl Fn(&str) -> Option<String>) -> Option<String> {
+    let is_fine = |name: &str| match lookup(name) {
+        None => false,
+        Some(text) => name != CONNECTIONS || text.trim().parse::<u32>().is_ok_and(|count| count >= 8),
+    };
+    let missing =
+        [(CONNECTIONS, "32"), ("NCCL_RUNTIME_CONNECT", "0")].into_iter().filter(|(name, _)| !is_fine(name));
+    let missing: Vec<String> = missing.map(|(name, value)| format!("{name}={value}")).collect();
+    (!missing.is_empty()).then(|| missing.join(" and "))
 }
 
 /// Returns how many threads candle's elementwise ops use.
@@ -211,5 +223,16 @@ mod tests {
         assert!(out.contains("SETTLED 7 [Some(\"7\"), Some(\"7\"), Some(\"1000\")]"), "{out}");
         assert!(!err.contains("are wanted"), "{err}");
         assert!(out.contains("GPU true"), "{out}");
+    }
+
+    #[test]
+    fn what_gpus_need_in_the_environment_is_named() {
+        let of = |connections: Option<&str>, connect: Option<&str>| {
+            gpu_variables(|name| if name == CONNECTIONS { connections } else { connect }.map(str::to_string))
+        };
+        assert_eq!(of(Some("32"), Some("0")), None);
+        assert_eq!(of(Some("8"), Some("1")), None, "the user has chosen");
+        assert_eq!(of(Some("1"), Some("0")).unwrap(), "CUDA_DEVICE_MAX_CONNECTIONS=32");
+        assert!(of(None, None).unwrap().ends_with("and NCCL_RUNTIME_CONNECT=0"));
     }
 }

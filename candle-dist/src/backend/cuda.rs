@@ -55,11 +55,14 @@ pub(crate) fn address(storage: &CudaStorage, start: usize) -> u64 {
     let base = match &storage.slice {
         CudaStorageSlice::U8(slice) => first(slice),
         CudaStorageSlice::U32(slice) => first(slice),
+        CudaStorageSlice::I16(slice) => first(slice),
+        CudaStorageSlice::I32(slice) => first(slice),
         CudaStorageSlice::I64(slice) => first(slice),
         CudaStorageSlice::BF16(slice) => first(slice),
         CudaStorageSlice::F16(slice) => first(slice),
         CudaStorageSlice::F32(slice) => first(slice),
         CudaStorageSlice::F64(slice) => first(slice),
+        CudaStorageSlice::F8E4M3(slice) => first(slice),
         _ => 0,
     };
     base + (start * candle_core::backend::BackendStorage::dtype(storage).size_in_bytes()) as u64
@@ -75,11 +78,14 @@ pub(crate) fn written(storage: &mut CudaStorage) {
     match &mut storage.slice {
         CudaStorageSlice::U8(slice) => record(slice),
         CudaStorageSlice::U32(slice) => record(slice),
+        CudaStorageSlice::I16(slice) => record(slice),
+        CudaStorageSlice::I32(slice) => record(slice),
         CudaStorageSlice::I64(slice) => record(slice),
         CudaStorageSlice::BF16(slice) => record(slice),
         CudaStorageSlice::F16(slice) => record(slice),
         CudaStorageSlice::F32(slice) => record(slice),
         CudaStorageSlice::F64(slice) => record(slice),
+        CudaStorageSlice::F8E4M3(slice) => record(slice),
         _ => {}
     }
 }

@@ -1,7 +1,7 @@
 //! The dtypes that collectives support.
 use candle_core::DType;
 
-/// The dtypes that the threads and the MPI backend carry. NCCL carries seven of them.
+/// The dtypes that the backends carry. NCCL reduces eight of them.
 pub(crate) const CARRIED: [DType; 10] = [
     DType::U8,
     DType::U32,

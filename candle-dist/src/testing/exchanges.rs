@@ -1,6 +1,6 @@
 //! all_to_all of pieces and of routed rows.
 use super::Case;
-use super::lacks::dtypes;
+use super::lacks::cut_dtypes;
 use super::values::{assert_same, cuts, input, start};
 use crate::{Collective, Cut, RankContext, Result};
 use candle_core::{DType, Tensor};
@@ -33,7 +33,7 @@ fn moves(ctx: &RankContext) -> Result<()> {
 
 fn large(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
-    for dtype in dtypes(ctx.group()) {
+    for dtype in cut_dtypes(ctx.group()) {
         let whole = input(2, &[n * 30, n * 101], dtype)?;
         let got = g.all_to_all(&whole.narrow(0, r * 30, 30)?, 1, 0)?;
         assert_same(
@@ -47,7 +47,7 @@ fn large(ctx: &RankContext) -> Result<()> {
 
 fn routed(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
-    for (dtype, seed) in iproduct!(dtypes(g), 0..4) {
+    for (dtype, seed) in iproduct!(cut_dtypes(g), 0..4) {
         let counts: Vec<Vec<usize>> =
             (0..n).map(|s| (0..n).map(|to| (seed * 3 + s * 5 + to * to) % 4).collect()).collect();
         let sent = |s: usize| input(s, &[counts[s].iter().sum(), 2, 3], dtype);

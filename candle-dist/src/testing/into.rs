@@ -1,6 +1,6 @@
 //! Results in given memory.
 use super::Case;
-use super::lacks::dtypes;
+use super::lacks::reduced_dtypes;
 use super::values::{LENGTHS, assert_same, cuts, input, reduced, start};
 use crate::{Collective, Cut, Error, Pending, ProcessGroup, RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor, Var};
@@ -23,7 +23,7 @@ fn room(like: &Tensor) -> Result<Tensor> {
 
 fn same_as_new(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
-    for dtype in dtypes(ctx.group()) {
+    for dtype in reduced_dtypes(ctx.group()) {
         for sizes in cuts(n) {
             for dim in 0..3 {
                 let mut shape = [3, 2, 4];
@@ -119,7 +119,7 @@ fn started(ctx: &RankContext) -> Result<()> {
 fn messages(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
     let (next, before) = ((r + 1) % n, (r + n - 1) % n);
-    for dtype in dtypes(ctx.group()) {
+    for dtype in reduced_dtypes(ctx.group()) {
         for len in LENGTHS.into_iter().chain([0]) {
             let want = input(before, &[len], dtype)?;
             let (first, second) = (room(&want)?, room(&want)?);

@@ -19,16 +19,17 @@ const fn nccl(what: &'static str, why: &'static str) -> Lack {
 }
 
 /// What the backends of this crate cannot do. Report it as skipped.
-pub const LACKS: [Lack; 7] = [
+pub const LACKS: [Lack; 6] = [
     nccl("sums in rank order, the same bits on all ranks", "the order of sums is NCCL's own"),
     nccl("16-bit sums accumulate in f32", "NCCL rounds each step"),
-    nccl("values are multiplied before they are added", SUMS),
-    nccl("factor", SUMS),
-    nccl("tensors of i16, i32 and f8e4m3", "candle has no kernels that copy parts of them; refused"),
-    nccl("and, or, xor and sums with factors", "NCCL has none; refused"),
+    nccl(
+        "reductions of i16 and f8e4m3",
+        "NCCL has none of i16, and those of 8-bit floats need new GPUs; refused",
+    ),
+    nccl("pieces of i16 and i32, except for those of dim 0", "candle has no kernels that copy them; refused"),
+    nccl("and, or and xor", "NCCL has none; refused"),
     nccl("probes, receives from any rank, monitored barriers", "NCCL has none; unsupported"),
 ];
-const SUMS: &str = "sums with factors are refused";
 
 /// Returns why `backend` cannot pass the case or failure of this name; `None` if it must.
 pub fn lack(backend: &str, name: &str) -> Option<&'static str> {
@@ -53,14 +54,24 @@ pub(super) fn over_nccl(g: &ProcessGroup) -> bool {
     g.backend().name() == "nccl"
 }
 
-/// Returns the dtypes that the backend of a group supports.
-pub(super) fn dtypes(g: &ProcessGroup) -> impl Iterator<Item = DType> + Clone + use<> {
+/// Returns the dtypes of tensors that the backend of a group moves as they are.
+pub(super) fn dtypes(_: &ProcessGroup) -> impl Iterator<Item = DType> + Clone + use<> {
+    DTYPES.into_iter()
+}
+
+/// Returns the dtypes of tensors of which the backend of a group moves pieces of any dim.
+pub(super) fn cut_dtypes(g: &ProcessGroup) -> impl Iterator<Item = DType> + Clone + use<> {
     let nccl = over_nccl(g);
-    let lacks = move |dtype| nccl && matches!(dtype, DType::I16 | DType::I32 | DType::F8E4M3);
-    DTYPES.into_iter().filter(move |&dtype| !lacks(dtype))
+    dtypes(g).filter(move |&dtype| !(nccl && matches!(dtype, DType::I16 | DType::I32)))
+}
+
+/// Returns the dtypes of tensors that the backend of a group reduces, and of which it moves pieces of any dim.
+pub(super) fn reduced_dtypes(g: &ProcessGroup) -> impl Iterator<Item = DType> + Clone + use<> {
+    let nccl = over_nccl(g);
+    cut_dtypes(g).filter(move |&dtype| !(nccl && dtype == DType::F8E4M3))
 }
 
 /// Returns whether the backend of a group supports a reduction.
 pub(super) fn reduces(g: &ProcessGroup, op: ReduceOp) -> bool {
-    !over_nccl(g) || !(op.is_bitwise() || matches!(op, ReduceOp::PreMulSum(_)))
+    !over_nccl(g) || !op.is_bitwise()
 }

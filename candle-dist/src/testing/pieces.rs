@@ -1,6 +1,6 @@
 //! all_gather, gather, scatter and broadcast.
 use super::Case;
-use super::lacks::dtypes;
+use super::lacks::cut_dtypes;
 use super::values::{LENGTHS, assert_same, cuts, input, start};
 use crate::{Collective, Cut, RankContext, Result};
 use candle_core::DType;
@@ -13,7 +13,7 @@ pub(super) const CASES: &[Case] = &[
 
 fn uneven(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
-    for dtype in dtypes(ctx.group()) {
+    for dtype in cut_dtypes(ctx.group()) {
         for sizes in cuts(n) {
             for dim in 0..3 {
                 let mut shape = [3, 2, 4];
@@ -44,7 +44,7 @@ fn uneven(ctx: &RankContext) -> Result<()> {
 
 fn lengths(ctx: &RankContext) -> Result<()> {
     let (g, n) = (ctx.group(), ctx.world_size());
-    for dtype in dtypes(ctx.group()) {
+    for dtype in cut_dtypes(ctx.group()) {
         for len in LENGTHS {
             let got = g.all_gather(&input(g.rank(), &[2, len], dtype)?, 1)?;
             for rank in 0..n {
@@ -59,7 +59,7 @@ fn lengths(ctx: &RankContext) -> Result<()> {
 fn broadcasts(ctx: &RankContext) -> Result<()> {
     let (g, r) = (ctx.group(), ctx.rank());
     for root in 0..ctx.world_size() {
-        for dtype in dtypes(ctx.group()) {
+        for dtype in cut_dtypes(ctx.group()) {
             for shape in [&[3, 4][..], &[], &[0, 2]] {
                 let got = g.broadcast(&input(r, shape, dtype)?, root)?;
                 assert_same(&got, &input(root, shape, dtype)?, &format!("{shape:?} {dtype:?} from {root}"))?;

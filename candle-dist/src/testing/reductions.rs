@@ -1,6 +1,6 @@
 //! all_reduce, reduce and reduce_scatter.
 use super::Case;
-use super::lacks::{dtypes, reduces};
+use super::lacks::{reduced_dtypes, reduces};
 use super::values::{LENGTHS, assert_same, cuts, fractions, input, reduced, start, values};
 use crate::{Collective, Cut, RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor, Var};
@@ -30,7 +30,7 @@ const OPS: [ReduceOp; 9] = [
 
 fn every_dtype_and_op(ctx: &RankContext) -> Result<()> {
     let (g, n) = (ctx.group(), ctx.world_size());
-    for dtype in dtypes(ctx.group()) {
+    for dtype in reduced_dtypes(ctx.group()) {
         for op in OPS {
             if !reduces(g, op) {
                 // A group of one rank needs no backend.
@@ -93,7 +93,7 @@ fn rank_order(ctx: &RankContext) -> Result<()> {
 
 fn every_length(ctx: &RankContext) -> Result<()> {
     let (g, n) = (ctx.group(), ctx.world_size());
-    for dtype in dtypes(ctx.group()) {
+    for dtype in reduced_dtypes(ctx.group()) {
         for len in LENGTHS {
             for op in [ReduceOp::Sum, ReduceOp::Max] {
                 let (x, want) = (input(g.rank(), &[len], dtype)?, reduced(n, &[len], dtype, op)?);
@@ -189,7 +189,7 @@ fn nan(ctx: &RankContext) -> Result<()> {
 
 fn scattered(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
-    for dtype in dtypes(ctx.group()) {
+    for dtype in reduced_dtypes(ctx.group()) {
         for sizes in cuts(n) {
             for dim in 0..3 {
                 let mut shape = [3, 2, 4];

@@ -21,3 +21,5 @@ mod pending;
 mod sync;
 mod tree;
 mod watching;
+
+test_utils::settle_threads!();

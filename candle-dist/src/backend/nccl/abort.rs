@@ -137,7 +137,7 @@ mod tests {
     #[test]
     fn the_last_words_say_who_where_and_what_to_do() {
         let words = last_words(3, 1, "all_reduce", Duration::from_secs(60), "rank 0 returned");
-        for part in [
+        let parts = [
             "rank 3",
             "GPU 1",
             "all_reduce",
@@ -145,7 +145,8 @@ mod tests {
             "rank 0 returned",
             "Start the job again",
             "abort_timeout",
-        ] {
+        ];
+        for part in parts {
             assert!(words.contains(part), "{part}: {words}");
         }
     }

@@ -314,8 +314,8 @@ impl Drop for NcclBackend {
         self.rank.watch.forget_receives(&received);
         self.rank.watch.forget(self.id, &channels, self.ranks.len());
         if self.is_world {
-            self.rank.wait_for_aborts();
             self.rank.parked.end();
+            self.rank.wait_for_aborts();
         }
     }
 }

@@ -10,13 +10,19 @@
 //! | host tensors | are copied to the GPU and back; use them for small data |
 //! | results of [`recv`](Backend::recv) and scatter | are on this rank's GPU |
 //! | tags | each pair of ranks has a channel per tag, created on first use: use few tags |
-//! | the first call on a group | waits until all members have made theirs, also if it is started |
-//! | a send | never waits; a thread of the backend delivers it when the receiver is ready, however late. A rank that ends waits for its messages until their receivers have returned or the timeout has passed |
-//! | ranks that make different calls | get an error: threads at once; processes at the latest before the rank ends, or at once if calls wait for it (`InitOptions::debug`) |
+//! | the first call on a group | waits until all members have made theirs, also if it is started. Later ones that are started do not wait, and those of different groups may come in any order on each rank |
+//! | a send | never waits; a thread of the backend delivers it when its receive is enqueued, however late. A rank that ends waits for its messages until their receivers have returned or the timeout has passed |
+//! | ranks that make different calls | get an error: threads at once; processes within a second or before the rank ends, or at once if calls wait for it (`InitOptions::debug`) |
+//! | groups that are dropped | keep their memory, up to 8 for each rank, or until no call is under way |
 //!
 //! A rank's watchdog checks its communicators several times a second. It aborts them if NCCL reports an error, a call
 //! exceeds the timeout, or the world has failed, so that no stream waits forever. Results computed from an aborted call
-//! are garbage, and every later call returns the error.
+//! are garbage, and every later call returns the error. An abort that hangs ends the process ([`World::abort_timeout`](crate::World::abort_timeout)).
+//!
+//! | variable | set by [`threads::settle`](crate::threads::settle), unless the user has set it |
+//! |---|---|
+//! | `CUDA_DEVICE_MAX_CONNECTIONS=32` | the most queues for streams: one that waits holds up those behind it in its queue |
+//! | `NCCL_RUNTIME_CONNECT=0` | communicators connect when they are made, not inside of calls that were only started |
 //!
 #![doc = include_str!("README.md")]
 
@@ -53,6 +59,8 @@ mod pools;
 mod posts;
 #[cfg(feature = "nccl")]
 mod rank;
+#[cfg(feature = "nccl")]
+mod reduction;
 #[cfg(feature = "nccl")]
 mod transfer;
 mod values;

@@ -3,9 +3,10 @@ use super::comm::{NcclComm, PriorWork};
 use super::marks;
 use super::plan::{BufferSpan, FlatTransfer, TransferPlan};
 use super::rank::NcclRank;
+use super::reduction::{CommReduction, all_reduce, reduce, reduce_scatter};
 use crate::backend::cuda::{address, memory, note_written, written};
 use crate::backend::storage::DeviceStorage;
-use crate::backend::{Call, Fresh, ReduceOp};
+use crate::backend::{Call, Cut, Fresh, ReduceOp};
 use crate::{Error, Result};
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Shape, Storage, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream};
@@ -212,13 +213,16 @@ fn enqueue(
     transfer: &FlatTransfer,
     (from, to): (u64, u64),
     dtype: DType,
-    reduce: Option<ReduceOp>,
+    reduction: Option<ReduceOp>,
     comm: sys::ncclComm_t,
     stream: sys::cudaStream_t,
 ) -> sys::ncclResult_t {
-    let (Some(kind), Some(op)) = (kind(dtype), operation(reduce)) else {
-        return sys::ncclResult_t::ncclInvalidArgument;
+    let Some(kind) = kind(dtype, reduction.is_some()) else { return sys::ncclResult_t::ncclInvalidArgument };
+    let reduction = match CommReduction::new(reduction, dtype, kind, comm) {
+        Ok(reduction) => reduction,
+        Err(code) => return code,
     };
+    let op = reduction.op;
     let size = dtype.size_in_bytes() as u64;
     let at = |base: u64, start: usize| (base + start as u64 * size) as *mut c_void;
     let (send, receive) = (at(from, 0), at(to, 0));
@@ -233,16 +237,14 @@ fn enqueue(
             sys::ncclResult_t::ncclSuccess
         }
         // SAFETY: see above.
-        FlatTransfer::AllReduce { len } => unsafe {
-            sys::ncclAllReduce(send, receive, *len, kind, op, comm, stream)
-        },
+        FlatTransfer::AllReduce { len } => unsafe { all_reduce(send, receive, *len, kind, op, comm, stream) },
         FlatTransfer::Broadcast { root, len } => {
             // SAFETY: see above.
             unsafe { sys::ncclBroadcast(send, receive, *len, kind, *root as i32, comm, stream) }
         }
         FlatTransfer::Reduce { root, len } => {
             // SAFETY: see above.
-            unsafe { sys::ncclReduce(send, receive, *len, kind, op, *root as i32, comm, stream) }
+            unsafe { reduce(send, receive, *len, kind, op, *root as i32, comm, stream) }
         }
         // SAFETY: see above.
         FlatTransfer::AllGather { len } => unsafe {
@@ -250,12 +252,12 @@ fn enqueue(
         },
         // SAFETY: see above.
         FlatTransfer::ReduceScatter { len } => unsafe {
-            sys::ncclReduceScatter(send, receive, *len, kind, op, comm, stream)
+            reduce_scatter(send, receive, *len, kind, op, comm, stream)
         },
         FlatTransfer::Reduces(spans) => first_error(spans.iter().map(|span| {
             let root = span.peer as i32;
             // SAFETY: see above.
-            unsafe { sys::ncclReduce(at(from, span.start), receive, span.len, kind, op, root, comm, stream) }
+            unsafe { reduce(at(from, span.start), receive, span.len, kind, op, root, comm, stream) }
         })),
         FlatTransfer::SendReceive { sends, receives } => {
             let send = |span: &BufferSpan| {
@@ -273,44 +275,59 @@ fn enqueue(
 
 /// Refuses calls that NCCL does not support, the same on all ranks that make the call.
 pub(super) fn check(call: &Call) -> Result<()> {
-    let dtypes = call.dtype.iter().chain(call.rest.iter().map(|(dtype, _)| dtype));
-    if let Some(dtype) = dtypes.into_iter().find(|&&dtype| kind(dtype).is_none()) {
-        let (op, name) = (call.op(), dtype.as_str());
-        return Err(Error::Unsupported(format!(
-            "{op} of {name} tensors over NCCL; cast them to another dtype"
-        )));
-    }
-    match (operation(call.collective.reduction()), call.collective.reduction()) {
-        (None, Some(reduce)) => {
-            let op = call.op();
-            Err(Error::Unsupported(format!("{op} ({reduce}) over NCCL; use sum, avg, min, max or product")))
+    let (op, reduction) = (call.op(), call.collective.reduction());
+    let first = call.dtype.map(|dtype| (dtype, &call.shape));
+    for (dtype, shape) in first.into_iter().chain(call.rest.iter().map(|(dtype, shape)| (*dtype, shape))) {
+        if kind(dtype, reduction.is_some()).is_none() {
+            let name = dtype.as_str();
+            return Err(Error::Unsupported(format!(
+                "{op} of {name} tensors over NCCL; cast them to another dtype"
+            )));
         }
+        // Pieces of other dims than the first are packed.
+        let is_packed =
+            |cut: &&Cut| shape.get(..cut.dim).is_some_and(|outer| outer.iter().any(|&len| len != 1));
+        if matches!(dtype, DType::I16 | DType::I32)
+            && let Some(cut) = call.collective.cuts().into_iter().find(is_packed)
+        {
+            let (name, dim) = (dtype.as_str(), cut.dim);
+            return Err(Error::Unsupported(format!(
+                "{op} of pieces of dim {dim} of {name} tensors over NCCL, which candle's kernels do not copy; cut dim 0, or cast them to \
+                 another dtype"
+            )));
+        }
+        let count = shape.iter().try_fold(1usize, |count, &len| count.checked_mul(len));
+        if marks::needed(call, dtype) && count.is_none_or(|count| count > u32::MAX as usize) {
+            return Err(Error::Unsupported(format!(
+                "{op} (min or max) of more than {} floats over NCCL, whose NaN candle's kernels would miss; cut the tensor into \
+                 pieces",
+                u32::MAX
+            )));
+        }
+    }
+    match reduction {
+        Some(reduce @ (ReduceOp::And | ReduceOp::Or | ReduceOp::Xor)) => Err(Error::Unsupported(format!(
+            "{op} ({reduce}) over NCCL; use sum, avg, min, max, product or a sum with a factor"
+        ))),
         _ => Ok(()),
     }
 }
 
-fn kind(dtype: DType) -> Option<sys::ncclDataType_t> {
+/// Returns NCCL's type of the elements. Where nothing is computed from them, any type of their size will do.
+fn kind(dtype: DType, is_reduced: bool) -> Option<sys::ncclDataType_t> {
     Some(match dtype {
         DType::U8 => sys::ncclDataType_t::ncclUint8,
         DType::U32 => sys::ncclDataType_t::ncclUint32,
+        DType::I32 => sys::ncclDataType_t::ncclInt32,
         DType::I64 => sys::ncclDataType_t::ncclInt64,
         DType::BF16 => sys::ncclDataType_t::ncclBfloat16,
         DType::F16 => sys::ncclDataType_t::ncclFloat16,
         DType::F32 => sys::ncclDataType_t::ncclFloat32,
         DType::F64 => sys::ncclDataType_t::ncclFloat64,
+        // NCCL adds 8-bit floats from version 2.24 on, and only on GPUs from Hopper on.
+        DType::F8E4M3 if !is_reduced => sys::ncclDataType_t::ncclUint8,
+        DType::I16 if !is_reduced => sys::ncclDataType_t::ncclFloat16,
         _ => return None,
-    })
-}
-
-/// Returns NCCL's reduction, if there is one. Calls without a reduction ignore it.
-fn operation(reduce: Option<ReduceOp>) -> Option<sys::ncclRedOp_t> {
-    Some(match reduce {
-        Some(ReduceOp::Sum) | None => sys::ncclRedOp_t::ncclSum,
-        Some(ReduceOp::Avg) => sys::ncclRedOp_t::ncclAvg,
-        Some(ReduceOp::Min) => sys::ncclRedOp_t::ncclMin,
-        Some(ReduceOp::Max) => sys::ncclRedOp_t::ncclMax,
-        Some(ReduceOp::Product) => sys::ncclRedOp_t::ncclProd,
-        Some(ReduceOp::And | ReduceOp::Or | ReduceOp::Xor | ReduceOp::PreMulSum(_)) => return None,
     })
 }
 

@@ -224,13 +224,52 @@ fn host_and_gpu_tensors_of_one_call_return_to_where_they_were() {
 }
 
 #[test]
-fn dtypes_whose_parts_candle_cannot_copy_are_refused() {
+fn the_memory_pools_of_ranks_keep_what_is_freed() {
+    use candle_core::cuda_backend::cudarc::driver::{result, sys::CUmemPool_attribute};
+    for n in sizes(1) {
+        on_ranks(n, "pools", move |ctx| {
+            let gpu = ctx.device().as_cuda_device()?.cuda_stream().context().cu_device();
+            let (attribute, mut kept) = (CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, 0u64);
+            // SAFETY: the GPU and its pool exist, and the driver writes a number of 64 bits to valid memory.
+            unsafe {
+                let pool = result::device::get_default_mem_pool(gpu).unwrap();
+                result::mem_pool::get_attribute(pool, attribute, (&raw mut kept).cast()).unwrap();
+            }
+            assert_eq!(kept, u64::MAX);
+            Ok::<_, candle_dist::Error>(())
+        });
+    }
+}
+
+#[test]
+fn small_integers_and_floats_are_moved_and_only_some_are_reduced() {
     for n in sizes(2) {
-        on_ranks(n, "i32", move |ctx| {
-            for dtype in [DType::I16, DType::I32] {
-                let x = Tensor::new(&[1.0f32, 2.0], &Device::Cpu)?.to_dtype(dtype)?;
-                let error = ctx.group().all_reduce(&x, ReduceOp::Sum).unwrap_err().to_string();
-                assert!(error.contains("cast them to another dtype"), "{error}");
+        on_ranks(n, "small dtypes", move |ctx| {
+            let mine = Tensor::new(&[1.0f32, ctx.rank() as f32], ctx.device())?;
+            for dtype in [DType::I16, DType::I32, DType::F8E4M3] {
+                let x = mine.to_device(&Device::Cpu)?.to_dtype(dtype)?.to_device(ctx.device())?;
+                let all = ctx.group().all_gather(&x, 0)?.to_device(&Device::Cpu)?;
+                let want: Vec<f32> = (0..n).flat_map(|rank| [1.0, rank as f32]).collect();
+                assert_eq!(all.to_dtype(DType::F32)?.to_vec1::<f32>()?, want, "{dtype:?}");
+                let pieces = ctx.group().all_gather(&x.reshape((2, 1))?, 1);
+                if dtype == DType::F8E4M3 {
+                    assert_eq!(pieces?.dims(), [2, n]);
+                } else {
+                    let error = pieces.unwrap_err().to_string();
+                    assert!(error.contains("cut dim 0"), "{error}");
+                }
+                let sum = ctx.group().all_reduce(&x, ReduceOp::Sum);
+                if dtype == DType::I32 {
+                    let sum = sum?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+                    assert_eq!(sum, [n as f32, (n * (n - 1) / 2) as f32]);
+                } else {
+                    let error = sum.unwrap_err().to_string();
+                    assert!(error.contains("cast them to another dtype"), "{error}");
+                }
+            }
+            for factor in [0.5, 0.25] {
+                let sum = ctx.group().all_reduce(&mine, ReduceOp::pre_mul_sum(factor))?.to_vec1::<f32>()?;
+                assert_eq!(sum[0], n as f32 * factor as f32);
             }
             Ok::<_, candle_dist::Error>(())
         });
