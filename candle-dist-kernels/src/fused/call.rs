@@ -23,7 +23,7 @@ macro_rules! texts {
             /// The text, with what the kernels share.
             pub const fn source(self) -> &'static str {
                 match self { $(Self::$text => concat!(
-                    with_prelude!("numbers.cu"),
+                    with_prelude!("fused/numbers.cu"),
                     include_str!($file)
                 ),)* }
             }
