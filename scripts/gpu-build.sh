@@ -68,8 +68,8 @@ built() {
 }
 for name in ${only//,/ }; do
   case "$name" in
-    gpu-check | toy-transformer) built "$name" build -p examples --bin "$name" --features examples/nccl ;;
-    lm) built lm build -p lm --bin lm --features lm/nccl ;;
+    gpu-check | toy-transformer) built "$name" build -p examples -p workspace-hack --bin "$name" --features examples/nccl ;;
+    lm) built lm build -p lm -p workspace-hack --bin lm --features lm/nccl ;;
     *) built "$name" test -p candle-shard --test "$name" --no-run --features candle-shard/nccl,test-utils/nccl ;;
   esac
 done
