@@ -113,9 +113,11 @@ impl Kernels {
         let image = &mut images[usize::from(!is_machine_code)];
         if image.is_none() {
             // Texts use what generation 8.0 has, where the GPU has it.
-            let of_any = if major >= 8 { "--gpu-architecture=compute_80" } else { "--gpu-architecture=compute_75" };
+            let of_any =
+                if major >= 8 { "--gpu-architecture=compute_80" } else { "--gpu-architecture=compute_75" };
             let of_gpu = format!("--gpu-architecture=sm_{major}{minor}");
-            *image = self.compiled(if is_machine_code { &of_gpu } else { of_any }, is_machine_code)?.map(Arc::from);
+            let architecture = if is_machine_code { of_gpu.as_str() } else { of_any };
+            *image = self.compiled(architecture, is_machine_code)?.map(Arc::from);
         }
         Ok(image.clone())
     }
@@ -135,9 +137,7 @@ impl Kernels {
         // SAFETY: the program exists until it is dropped, and the options during the call.
         match unsafe { nvrtc::compile_program(program.0, &options) } {
             Ok(()) => {}
-            Err(nvrtc::NvrtcError(sys::nvrtcResult::NVRTC_ERROR_INVALID_OPTION))
-                if architecture.is_some() =>
-            {
+            Err(nvrtc::NvrtcError(sys::nvrtcResult::NVRTC_ERROR_INVALID_OPTION)) if is_machine_code => {
                 return Ok(None);
             }
             Err(error) => bail!("NVRTC cannot compile {}: {error:?}: {}", self.name, program.log()),
