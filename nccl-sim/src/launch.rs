@@ -194,7 +194,7 @@ pub(crate) extern "C" fn cuLaunchKernel(
         );
         return code::INVALID_VALUE;
     }
-    crate::tally::count("cuLaunchKernel");
+    crate::tally::count_launch(name);
     // The values are copied before the call returns.
     let sizes = function.sizes();
     let places = array(parameters.cast_const(), sizes.len());
