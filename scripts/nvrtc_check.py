@@ -3,7 +3,7 @@
 and what that gives by ptxas, which tells registers, spills and shared memory. Checks that texts whose bits are those of the host round
 each operation by itself.
 
-usage: nvrtc_check.py [--table] [FOLDER], where FOLDER (default target/nvrtc) keeps NVIDIA's Python wheels, 130 MB, which pip downloads.
+usage: nvrtc_check.py [--table] [--only=TEXT] [FOLDER], where FOLDER (default target/nvrtc) keeps NVIDIA's Python wheels, 130 MB, which pip downloads.
        --table prints a row of Markdown for each kernel.
 """
 import ctypes
@@ -15,14 +15,16 @@ import sys
 WHEELS = ["nvidia-cuda-nvrtc==13.0.88", "nvidia-cuda-nvcc==13.0.88"]
 GENERATIONS = [80, 90, 100]
 OPTIONS = ["--ftz=false", "--prec-sqrt=true", "--prec-div=true"]  # those of nvrtc.rs
-# The texts: the type of their elements for which they are compiled, whether the prelude stands before them, and whether each operation is
-# rounded by itself.
+PRELUDE = "device_text/prelude.cu"
+NUMBERS = "fused/numbers.cu"
+# The texts: their files, the types of their elements for which they are compiled, and whether each operation is rounded by itself.
 TEXTS = [
-    ("random/draw.cu", [None], False, True),
-    ("device_rows/rows.cu", [None], False, True),
-    ("attention/attend.cu", ["float", "f16", "bf16"], True, False),
-    *((f"fused/{name}.cu", [None], True, False) for name in ["norms", "functions", "softmax", "cross_entropy"]),
-    *((f"fused/{name}.cu", [None], True, True) for name in ["rope", "adam_w"]),
+    (["random/draw.cu"], [None], True),
+    (["device_rows/rows.cu"], [None], True),
+    ([PRELUDE, "attention/attend.cu", "attention/tensor.cu"], ["float", "f16", "bf16"], False),
+    ([PRELUDE, "attention/decode.cu"], ["float", "f16", "bf16"], False),
+    *(([PRELUDE, NUMBERS, f"fused/{name}.cu"], [None], False) for name in ["norms", "functions", "softmax", "cross_entropy"]),
+    *(([PRELUDE, NUMBERS, f"fused/{name}.cu"], [None], True) for name in ["rope", "adam_w"]),
 ]
 ROUNDED = re.compile(r"(?:add|sub|mul|div|sqrt)\.rn\.f(?:32|64)")
 
@@ -73,18 +75,19 @@ def resources(ptxas: pathlib.Path, ptx: str, generation: int) -> dict[str, tuple
 
 def main() -> None:
     root = pathlib.Path(__file__).resolve().parent.parent
-    arguments = [argument for argument in sys.argv[1:] if argument != "--table"]
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+    only = next((argument.removeprefix("--only=") for argument in sys.argv if argument.startswith("--only=")), None)
     folder = pathlib.Path(arguments[0]) if arguments else root / "target" / "nvrtc"
     path, ptxas = wheel(folder, "libnvrtc.so.13"), wheel(folder, "ptxas")
     ctypes.CDLL(str(next(path.parent.glob("libnvrtc-builtins.so.*"))))
     nvrtc, sources = ctypes.CDLL(str(path)), root / "candle-dist-kernels" / "src"
-    prelude = (sources / "device_text/prelude.cu").read_text()
     rows = []
-    for name, elements, has_prelude, is_exact in TEXTS:
-        shared = (sources / "fused/numbers.cu").read_text() if name.startswith("fused/") else ""
-        text = (prelude if has_prelude else "") + shared + (sources / name).read_text()
+    for files, elements, is_exact in TEXTS:
+        name, text = files[-1], "".join((sources / file).read_text() for file in files)
+        if only and only not in name:
+            continue
         for element in elements:
-            source = (f"#define ELEMENT {element}\n" if element else "") + text
+            source = (f"#define ELEMENT {element}\n" if element else "") + ("#define IS_SHORT\n" if "16" in (element or "") else "") + text
             options = [*OPTIONS, f"--fmad={'false' if is_exact else 'true'}"]
             worst, kernels = {}, {}
             for generation in GENERATIONS:

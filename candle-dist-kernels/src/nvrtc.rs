@@ -22,6 +22,8 @@ pub(crate) enum Rounding {
 /// Kernels that are compiled together, for all devices.
 pub(crate) struct Kernels {
     name: &'static str,
+    /// Lines that stand before the text.
+    defines: &'static str,
     source: &'static str,
     rounding: Rounding,
     /// What they are compiled to, by the generation of the GPU.
@@ -42,12 +44,19 @@ impl Kernels {
     pub(crate) const fn new(name: &'static str, source: &'static str, rounding: Rounding) -> Self {
         Self {
             name,
+            defines: "",
             source,
             rounding,
             images: Mutex::new(BTreeMap::new()),
             modules: Mutex::new(BTreeMap::new()),
             functions: Mutex::new(BTreeMap::new()),
         }
+    }
+
+    /// The same text with other lines before it.
+    pub(crate) const fn with(mut self, defines: &'static str) -> Self {
+        self.defines = defines;
+        self
     }
 
     /// Returns a kernel on the stream of a device.
@@ -114,7 +123,9 @@ impl Kernels {
         let mut options = vec!["--ftz=false", "--prec-sqrt=true", "--prec-div=true"];
         options.push(if self.rounding == Rounding::Single { "--fmad=false" } else { "--fmad=true" });
         options.extend(architecture.map(String::as_str));
-        let Ok(source) = CString::new(self.source) else { bail!("the text of {} has a zero", self.name) };
+        let Ok(source) = CString::new([self.defines, self.source].concat()) else {
+            bail!("the text of {} has a zero", self.name)
+        };
         let program = match nvrtc::create_program(&source, None) {
             Ok(program) => NvrtcProgram(program),
             Err(error) => bail!("NVRTC cannot read {}: {error:?}", self.name),

@@ -144,7 +144,7 @@ void note(Cell* cells, size_t first, size_t end, bool writes, bool is_shared) {
   for (size_t i = first; i < end; i++) {
     Cell& cell = cells[i];
     if (is_shared && !writes && (cell.write == 0 || !in_same_block(cell.write, now)))
-      say(UNWRITTEN, "reads shared memory that no thread of the block has written");
+      say(UNWRITTEN, "reads shared memory that no thread of the block has written, at byte %zu", 2 * i);
     // Shared memory of an earlier block is other memory.
     if (is_shared && cell.write && !in_same_block(cell.write, now)) cell.write = 0;
     if (is_shared && cell.read && !in_same_block(cell.read, now)) cell.read = 0;

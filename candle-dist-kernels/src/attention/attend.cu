@@ -379,11 +379,24 @@ __device__ __forceinline__ void of_queries(const Attention& a, const E* q, const
   store(dq, first, a.queries, a.dim, (long long)a.heads * a.dim, of_query + ((long long)batch * a.queries * a.heads + head) * a.dim);
 }
 
-#define KERNELS(COLUMNS, ROWS)                                                                                          \
+// COLUMNS_USED and PASS_USED (0 forward, 1 backward), where they are defined, leave out all other kernels.
+#ifndef COLUMNS_USED
+#define USES_COLUMNS(N) true
+#else
+#define USES_COLUMNS(N) COLUMNS_USED == N
+#endif
+#ifndef PASS_USED
+#define USES_PASS(N) true
+#else
+#define USES_PASS(N) PASS_USED == N
+#endif
+
+#define FORWARD(COLUMNS)                                                                                                \
   extern "C" __global__ void __launch_bounds__(256) attention_forward_##COLUMNS(                                        \
       Attention a, const ELEMENT* q, const ELEMENT* k, const ELEMENT* v, const u32* bounds, u8* out, float* norms) {    \
     forward<ELEMENT, COLUMNS / TILE>(a, q, k, v, bounds, out, norms);                                                   \
-  }                                                                                                                     \
+  }
+#define BACKWARD(COLUMNS, ROWS)                                                                                         \
   extern "C" __global__ void __launch_bounds__(256) attention_of_keys_##COLUMNS(                                        \
       Attention a, const ELEMENT* q, const ELEMENT* k, const ELEMENT* v, const u32* bounds, const u8* grad,             \
       const float* norms, const float* inner, ELEMENT* of_key, ELEMENT* of_value) {                                     \
@@ -395,9 +408,24 @@ __device__ __forceinline__ void of_queries(const Attention& a, const E* q, const
     of_queries<ELEMENT, ROWS, COLUMNS / TILE>(a, q, k, v, bounds, grad, norms, inner, of_query);                        \
   }
 
-KERNELS(64, 4)
-KERNELS(128, 4)
-KERNELS(256, 2)
+#if USES_PASS(0) && USES_COLUMNS(64)
+FORWARD(64)
+#endif
+#if USES_PASS(0) && USES_COLUMNS(128)
+FORWARD(128)
+#endif
+#if USES_PASS(0) && USES_COLUMNS(256)
+FORWARD(256)
+#endif
+#if USES_PASS(1) && USES_COLUMNS(64)
+BACKWARD(64, 4)
+#endif
+#if USES_PASS(1) && USES_COLUMNS(128)
+BACKWARD(128, 4)
+#endif
+#if USES_PASS(1) && USES_COLUMNS(256)
+BACKWARD(256, 2)
+#endif
 
 extern "C" __global__ void __launch_bounds__(128) attention_inner(Attention a, long long rows, const u8* out, const u8* grad,
                                                                   float* inner) {

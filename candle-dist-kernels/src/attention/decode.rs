@@ -17,7 +17,8 @@ const PARALLEL: usize = 1 << 18;
 /// The query is `[1, heads, texts, dim]`. A text has keys `[1, kv_heads, k, dim]` and values `[1, kv_heads, k, v]`, with
 /// any number of tokens `k`. The elements of a token follow each other; the result is `[1, texts, heads, v]`.
 /// Keys and values may be kept in 16 bits, and are widened while they are read. There is no gradient. What a text gets does
-/// not depend on the other texts. On other devices than the CPU it is computed from candle's operations.
+/// not depend on the other texts. On CUDA devices it is a kernel, and on others it is
+/// computed from candle's operations.
 ///
 /// See [`flash_attn_of_blocks`](crate::parts::flash_attn_of_blocks) for `log_sums`.
 ///
@@ -28,6 +29,14 @@ pub fn decode_attn(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale, log_sums
     let sizes = DecodeSizes::of(query, texts)?;
     // Without dims all scores are 0, whatever their factor.
     let scale = if sizes.dim == 0 { Scale { factor: 1.0, ..scale } } else { scale };
+    #[cfg(feature = "cuda")]
+    if crate::device_text::is_fused(query.device()) {
+        let DecodeSizes { heads, kv_heads, dim, width, .. } = sizes;
+        let rows = super::decode_launch::DecodeRows { heads, kv_heads, dim, width };
+        if let Some(made) = super::decode_cuda::decode(query, texts, rows, (scale, log_sums))? {
+            return Ok(made);
+        }
+    }
     if !query.device().is_cpu() {
         return composed(query, texts, scale, log_sums);
     }

@@ -9,12 +9,24 @@
 
 mod attended;
 mod backward;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod decode;
+#[cfg(feature = "cuda")]
+mod decode_cuda;
+#[cfg(any(test, feature = "cuda"))]
+mod decode_launch;
+#[cfg(test)]
+mod decode_text_tests;
 mod forward;
 mod heads;
+#[cfg(any(test, feature = "cuda"))]
+mod launch;
 mod node;
 mod off_host;
 mod scale;
+#[cfg(test)]
+mod text_tests;
 mod visible;
 
 pub use attended::AttentionDtype;

@@ -1,4 +1,4 @@
-//! Attention of tensors that are not on the host, made of candle's operations on matrices of scores.
+//! Attention of tensors that are not on the host: by kernels on CUDA devices, elsewhere made of candle's operations on matrices of scores.
 //!
 //! The graph keeps no matrix of scores and none of visible pairs: the backward pass computes them again. 16-bit floats are widened to f32, as on the host.
 //!
@@ -33,6 +33,12 @@ pub(crate) fn attend_off_host(
             return Tensor::cat(&[zeros, nothing.to_dtype(dtype)?], 3);
         }
         return empty::zeros_of(&[q, k, v], (batch, queries, heads, width), q.dtype());
+    }
+    #[cfg(feature = "cuda")]
+    if crate::device_text::is_fused(q.device())
+        && let Some(fused) = super::cuda::FusedAttention::of([q, k, v], (scale, log_sums), blocks, sizes)?
+    {
+        return fused.attend([q, k, v]);
     }
     let ranges = match blocks {
         [block] if block.visible.is_all(block.rows.len()) => None,

@@ -118,3 +118,68 @@ __device__ __forceinline__ float block_max(float x, float* scratch) {
   for (int i = 1; i < warps; i++) most = fmaxf(most, scratch[i]);
   return most;
 }
+
+// Tensor cores: products of 16 x 16 and 16 x 8 matrices of 16-bit floats with sums of f32, and matrices of 8 x 8 from shared
+// memory as their operands. Which lane holds what is in the PTX ISA, "Matrix Fragments for mma.m16n8k16" and "ldmatrix". GPUs before
+// generation 8.0 have none.
+template <typename E> struct TensorCore;
+
+#ifdef EMULATED
+template <typename E> __device__ void emulated_product(float (&sums)[4], const u32 (&left)[4], const u32* right) {
+  struct Held {
+    u32 left[4], right[2];
+  } mine = {{left[0], left[1], left[2], left[3]}, {right[0], right[1]}};
+  const u8* all = emulated_exchange(0xffffffffu, &mine, sizeof mine, __LINE__);
+  const int lane = emulated_lane();
+  for (int i = 0; i < 4; i++) {
+    const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
+    for (int k = 0; k < 16; k++) {
+      const Held& of_row = *(const Held*)(all + 32 * (row % 8 * 4 + k % 8 / 2));
+      const Held& of_column = *(const Held*)(all + 32 * (column * 4 + k % 8 / 2));
+      const u32 a = of_row.left[row / 8 + 2 * (k / 8)] >> 16 * (k % 2), b = of_column.right[k / 8] >> 16 * (k % 2);
+      sums[i] += wide(E{(unsigned short)a}) * wide(E{(unsigned short)b});
+    }
+  }
+}
+template <> struct TensorCore<f16> {
+  static __device__ void product(float (&sums)[4], const u32 (&a)[4], const u32* b) { emulated_product<f16>(sums, a, b); }
+};
+template <> struct TensorCore<bf16> {
+  static __device__ void product(float (&sums)[4], const u32 (&a)[4], const u32* b) { emulated_product<bf16>(sums, a, b); }
+};
+template <bool TURNED> __device__ void matrices(u32 (&to)[4], const void* row) {
+  const u8* all = emulated_exchange(0xffffffffu, &row, sizeof row, __LINE__);
+  const int lane = emulated_lane();
+  for (int i = 0; i < 4; i++) {
+    u32 pair[2];
+    for (int half = 0; half < 2; half++) {
+      const int at = TURNED ? 2 * (lane % 4) + half : lane / 4, column = TURNED ? lane / 4 : 2 * (lane % 4) + half;
+      pair[half] = (*(const unsigned short* const*)(all + 32 * (8 * i + at)))[column];
+    }
+    to[i] = pair[0] | pair[1] << 16;
+  }
+}
+#elif __CUDA_ARCH__ >= 800
+#define TENSOR_CORE(E, TYPE)                                                                                          \
+  template <> struct TensorCore<E> {                                                                                  \
+    static __device__ __forceinline__ void product(float (&d)[4], const u32 (&a)[4], const u32* b) {                  \
+      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, " \
+                   "{%8, %9}, {%0, %1, %2, %3};"                                                                      \
+                   : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                   \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                               \
+    }                                                                                                                 \
+  };
+TENSOR_CORE(f16, "f16")
+TENSOR_CORE(bf16, "bf16")
+template <bool TURNED> __device__ __forceinline__ void matrices(u32 (&to)[4], const void* row) {
+  const u32 place = (u32)__cvta_generic_to_shared(row);
+  if (TURNED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(place));
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(place));
+}
+#endif
