@@ -1,5 +1,4 @@
 //! What is launched: the texts of kernels, and the calls of a kernel.
-use crate::device_text::with_prelude;
 use candle_core::{DType, Shape, Tensor};
 
 /// The texts of the kernels: what they share, and each text.
@@ -23,7 +22,8 @@ macro_rules! texts {
             /// The text, with what the kernels share.
             pub const fn source(self) -> &'static str {
                 match self { $(Self::$text => concat!(
-                    with_prelude!("numbers.cu"),
+                    include_str!("../device_text/prelude.cu"),
+                    include_str!("numbers.cu"),
                     include_str!($file)
                 ),)* }
             }
