@@ -112,17 +112,19 @@ impl Kernels {
         let images = images.entry((major, minor)).or_default();
         let image = &mut images[usize::from(!is_machine_code)];
         if image.is_none() {
-            let architecture = format!("--gpu-architecture=sm_{major}{minor}");
-            *image = self.compiled(is_machine_code.then_some(&architecture))?.map(Arc::from);
+            // Texts use what generation 8.0 has, where the GPU has it.
+            let of_any = if major >= 8 { "--gpu-architecture=compute_80" } else { "--gpu-architecture=compute_75" };
+            let of_gpu = format!("--gpu-architecture=sm_{major}{minor}");
+            *image = self.compiled(if is_machine_code { &of_gpu } else { of_any }, is_machine_code)?.map(Arc::from);
         }
         Ok(image.clone())
     }
 
-    /// Compiles the text: to machine code for an architecture, or else to PTX.
-    fn compiled(&self, architecture: Option<&String>) -> Result<Option<Vec<u8>>> {
+    /// Compiles the text for an architecture: to machine code, or else to PTX. `None` is an architecture that NVRTC does not know.
+    fn compiled(&self, architecture: &str, is_machine_code: bool) -> Result<Option<Vec<u8>>> {
         let mut options = vec!["--ftz=false", "--prec-sqrt=true", "--prec-div=true"];
         options.push(if self.rounding == Rounding::Single { "--fmad=false" } else { "--fmad=true" });
-        options.extend(architecture.map(String::as_str));
+        options.push(architecture);
         let Ok(source) = CString::new([self.defines, self.source].concat()) else {
             bail!("the text of {} has a zero", self.name)
         };
@@ -140,7 +142,7 @@ impl Kernels {
             }
             Err(error) => bail!("NVRTC cannot compile {}: {error:?}: {}", self.name, program.log()),
         }
-        match program.image(architecture.is_some()) {
+        match program.image(is_machine_code) {
             Ok(image) => Ok(Some(image)),
             Err(error) => bail!("NVRTC gives nothing for {}: {error:?}", self.name),
         }

@@ -223,11 +223,16 @@ fn build(text: &str, path: &Path, runtime: &Path) -> Result<(), String> {
 /// The text as C++, with a function that lists its kernels. Names of a text are its own: they may be those of the C library.
 fn wrapped(text: &str, names: &[String]) -> String {
     let list: String = names.iter().map(|name| format!("emulated_kernel(\"{name}\", {name}), ")).collect();
-    format!(
-        "{HOST}\nnamespace {{\n#line 1 \"kernels\"\n{text}\n}}\nextern \"C\" __attribute__((visibility(\"default\"), no_sanitize_thread)) const \
-         EmulatedKernel* emulated_kernels(unsigned* count) {{\n  static const EmulatedKernel all[] = {{{list}}};\n  *count = {};\n  return all;\n}}\n",
-        names.len()
-    )
+    [
+        HOST,
+        "\nnamespace {\n#line 1 \"kernels\"\n",
+        text,
+        "\n}\nextern \"C\" __attribute__((visibility(\"default\"), no_sanitize_thread))\n",
+        "const EmulatedKernel* emulated_kernels(unsigned* count) {\n  static const EmulatedKernel all[] = {",
+        &list,
+        "};\n  *count = sizeof all / sizeof *all;\n  return all;\n}\n",
+    ]
+    .concat()
 }
 
 /// The names of the kernels: what follows `__global__ void` where macros are replaced.

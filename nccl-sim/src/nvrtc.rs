@@ -23,7 +23,7 @@ const OPTIONS: [&str; 8] = [
     "--prec-div=",
     "--fmad=",
     "--std=",
-    "--gpu-architecture=sm_",
+    "--gpu-architecture=",
     "--maxrregcount=",
     "-D",
 ];

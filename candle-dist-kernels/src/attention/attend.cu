@@ -392,17 +392,17 @@ __device__ __forceinline__ void of_queries(const Attention& a, const E* q, const
 #endif
 
 #define FORWARD(COLUMNS)                                                                                                \
-  extern "C" __global__ void __launch_bounds__(256) attention_forward_##COLUMNS(                                        \
+  extern "C" __global__ void __launch_bounds__(256, 2) attention_forward_##COLUMNS(                                        \
       Attention a, const ELEMENT* q, const ELEMENT* k, const ELEMENT* v, const u32* bounds, u8* out, float* norms) {    \
     forward<ELEMENT, COLUMNS / TILE>(a, q, k, v, bounds, out, norms);                                                   \
   }
 #define BACKWARD(COLUMNS, ROWS)                                                                                         \
-  extern "C" __global__ void __launch_bounds__(256) attention_of_keys_##COLUMNS(                                        \
+  extern "C" __global__ void __launch_bounds__(256, 1) attention_of_keys_##COLUMNS(                                        \
       Attention a, const ELEMENT* q, const ELEMENT* k, const ELEMENT* v, const u32* bounds, const u8* grad,             \
       const float* norms, const float* inner, ELEMENT* of_key, ELEMENT* of_value) {                                     \
     of_keys<ELEMENT, ROWS, COLUMNS / TILE>(a, q, k, v, bounds, grad, norms, inner, of_key, of_value);                   \
   }                                                                                                                     \
-  extern "C" __global__ void __launch_bounds__(256) attention_of_queries_##COLUMNS(                                     \
+  extern "C" __global__ void __launch_bounds__(256, 1) attention_of_queries_##COLUMNS(                                     \
       Attention a, const ELEMENT* q, const ELEMENT* k, const ELEMENT* v, const u32* bounds, const u8* grad,             \
       const float* norms, const float* inner, ELEMENT* of_query) {                                                      \
     of_queries<ELEMENT, ROWS, COLUMNS / TILE>(a, q, k, v, bounds, grad, norms, inner, of_query);                        \

@@ -1,7 +1,7 @@
 //! Attention on CUDA devices by the kernels of `attend.cu` and `tensor.cu`.
 use super::heads::AttentionSizes;
 use super::launch::{
-    AttentionCall, AttentionLaunches, PassLaunch, ProductUnits, RowStrides, SOURCE, SeenKeys,
+    AttentionParameters, AttentionLaunches, PassLaunch, ProductUnits, RowStrides, SOURCE, KeyBounds,
 };
 use super::node::graph_node;
 use super::{KeyBlock, Scale};
@@ -42,14 +42,14 @@ static KERNELS: [[[Kernels; 2]; 3]; 3] = [
 ];
 
 // SAFETY: numbers in the order, and with the alignment, of `Attention` in the text.
-unsafe impl DeviceRepr for AttentionCall {}
+unsafe impl DeviceRepr for AttentionParameters {}
 
 /// Attention of inputs that the kernels have.
 #[derive(Clone)]
 pub(super) struct FusedAttention {
     sizes: AttentionSizes,
     scale: Scale,
-    seen: SeenKeys,
+    seen: KeyBounds,
     log_sums: bool,
     units: ProductUnits,
     /// The bounds on the device.
@@ -66,7 +66,7 @@ impl FusedAttention {
         sizes: AttentionSizes,
     ) -> Result<Option<Self>> {
         let Device::Cuda(device) = q.device() else { return Ok(None) };
-        let seen = SeenKeys::new(blocks, &sizes);
+        let seen = KeyBounds::new(blocks, &sizes);
         let context = device.cuda_stream().context().clone();
         let (generation, _) = context.compute_capability().w()?;
         let units = if generation >= 8 { ProductUnits::Tensor } else { ProductUnits::Plain };
@@ -87,9 +87,9 @@ impl FusedAttention {
         Ok(Some(Self { bounds, ..made }))
     }
 
-    fn call(&self, strides: [Option<RowStrides>; 3], dtype: DType) -> Option<AttentionCall> {
+    fn call(&self, strides: [Option<RowStrides>; 3], dtype: DType) -> Option<AttentionParameters> {
         let [q, k, v] = strides;
-        AttentionCall::new(&self.sizes, [q?, k?, v?], self.scale, &self.seen, (dtype, self.log_sums))
+        AttentionParameters::new(&self.sizes, [q?, k?, v?], self.scale, &self.seen, (dtype, self.log_sums))
     }
 
     /// The result, as a graph node if an input is tracked.
@@ -139,7 +139,7 @@ impl FusedAttention {
     fn run_forward<E: CudaDType + DeviceRepr, O: CudaDType + DeviceRepr>(
         &self,
         kernel: &DeviceKernel,
-        (device, call, launch): (&CudaDevice, &AttentionCall, &PassLaunch),
+        (device, call, launch): (&CudaDevice, &AttentionParameters, &PassLaunch),
         inputs: [&Tensor; 3],
         len: usize,
         norms: &mut CudaSlice<f32>,
@@ -239,7 +239,7 @@ impl FusedAttention {
     }
 
     /// The device, and the call for inputs in their layout.
-    fn begin(&self, inputs: [&Tensor; 3]) -> Result<(CudaDevice, AttentionCall)> {
+    fn begin(&self, inputs: [&Tensor; 3]) -> Result<(CudaDevice, AttentionParameters)> {
         let Some(call) = self.call(inputs.map(|x| RowStrides::of(x.layout())), inputs[0].dtype()) else {
             bail!("flash_attn: the kernels do not have inputs of {:?}", inputs[0].dtype())
         };
@@ -255,7 +255,7 @@ impl FusedAttention {
 }
 
 /// The kernels of both passes for a dtype and the widths of a call.
-fn kernels(dtype: usize, call: &AttentionCall) -> &'static [Kernels; 2] {
+fn kernels(dtype: usize, call: &AttentionParameters) -> &'static [Kernels; 2] {
     let class = [64, 128].iter().position(|&columns| call.columns() == columns).unwrap_or(2);
     &KERNELS[dtype][class]
 }

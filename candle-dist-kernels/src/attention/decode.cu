@@ -43,7 +43,7 @@ __device__ __forceinline__ float log_sum(const Decode& d, float top, float sum) 
   return sum == 0.0f ? -infinity() : top * rest_of(d) + logf(sum);
 }
 
-extern "C" __global__ void __launch_bounds__(128) decode_attention(Decode d, Caches caches, const u8* q, u8* out, float* parts) {
+extern "C" __global__ void __launch_bounds__(128, 4) decode_attention(Decode d, Caches caches, const u8* q, u8* out, float* parts) {
   DYNAMIC_SHARED(float, shared);
   const int stride = d.dim | 1;
   float* const query_rows = shared;
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(128) decode_attention(Decode d, Cac
 }
 
 // Joins the parts of the texts that have several. A block has a head of a text.
-extern "C" __global__ void __launch_bounds__(128) decode_joined(Decode d, Caches caches, const float* parts, u8* out) {
+extern "C" __global__ void __launch_bounds__(128, 4) decode_joined(Decode d, Caches caches, const float* parts, u8* out) {
   const int head = blockIdx.x, text = blockIdx.y, of_part = d.width + 2, columns = d.width + d.log_sums;
   const long long tokens = caches.of[text].tokens;
   if (tokens <= PART) return;

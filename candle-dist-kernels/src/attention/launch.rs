@@ -42,7 +42,7 @@ impl RowStrides {
 /// The parameters of all kernels. `Attention` of the text.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(super) struct AttentionCall {
+pub(super) struct AttentionParameters {
     q: RowStrides,
     k: RowStrides,
     v: RowStrides,
@@ -90,7 +90,7 @@ pub(super) struct PassLaunch {
 
 /// The keys that each query sees, as the kernels read them.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct SeenKeys {
+pub(super) struct KeyBounds {
     /// `[lists, queries, blocks, 2]`: the first key and the end, or nothing, where both lie at a distance from the query.
     pub(super) bounds: Vec<u32>,
     lists: i32,
@@ -99,7 +99,7 @@ pub(super) struct SeenKeys {
     by: [i32; 2],
 }
 
-impl SeenKeys {
+impl KeyBounds {
     pub(super) fn new(blocks: &[KeyBlock], sizes: &AttentionSizes) -> Self {
         if let Some(by) = distances(blocks, sizes) {
             return Self { bounds: Vec::new(), lists: 1, blocks: 1, by };
@@ -137,13 +137,13 @@ fn distances(blocks: &[KeyBlock], sizes: &AttentionSizes) -> Option<[i32; 2]> {
     fits.then_some([start as i32, end as i32])
 }
 
-impl AttentionCall {
+impl AttentionParameters {
     /// Returns the call for inputs of a dtype. `None` if the kernels do not have it.
     pub(super) fn new(
         sizes: &AttentionSizes,
         [q, k, v]: [RowStrides; 3],
         scale: Scale,
-        seen: &SeenKeys,
+        seen: &KeyBounds,
         (dtype, log_sums): (DType, bool),
     ) -> Option<Self> {
         let AttentionSizes { batch, queries, keys, heads, kv_heads, dim, width } = *sizes;

@@ -352,17 +352,17 @@ __device__ __forceinline__ void tensor_of_queries(const Attention& a, const E* q
 }
 
 #define TENSOR_FORWARD(COLUMNS, KEYS)                                                                                 \
-  extern "C" __global__ void __launch_bounds__(128) tensor_forward_##COLUMNS(                                         \
+  extern "C" __global__ void __launch_bounds__(128, 2) tensor_forward_##COLUMNS(                                         \
       Attention a, const ELEMENT* q, const ELEMENT* k, const ELEMENT* v, const u32* bounds, u8* out, float* norms) {  \
     tensor_forward<ELEMENT, COLUMNS, KEYS>(a, q, k, v, bounds, out, norms);                                           \
   }
 #define TENSOR_BACKWARD(COLUMNS)                                                                                      \
-  extern "C" __global__ void __launch_bounds__(128) tensor_of_keys_##COLUMNS(                                         \
+  extern "C" __global__ void __launch_bounds__(128, 2) tensor_of_keys_##COLUMNS(                                         \
       Attention a, const ELEMENT* q, const ELEMENT* k, const ELEMENT* v, const u32* bounds, const u8* grad,           \
       const float* norms, const float* inner, ELEMENT* of_key, ELEMENT* of_value) {                                   \
     tensor_of_keys<ELEMENT, COLUMNS>(a, q, k, v, bounds, (const ELEMENT*)grad, norms, inner, of_key, of_value);       \
   }                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(128) tensor_of_queries_##COLUMNS(                                      \
+  extern "C" __global__ void __launch_bounds__(128, 2) tensor_of_queries_##COLUMNS(                                      \
       Attention a, const ELEMENT* q, const ELEMENT* k, const ELEMENT* v, const u32* bounds, const u8* grad,           \
       const float* norms, const float* inner, ELEMENT* of_query) {                                                    \
     tensor_of_queries<ELEMENT, COLUMNS>(a, q, k, v, bounds, (const ELEMENT*)grad, norms, inner, of_query);            \

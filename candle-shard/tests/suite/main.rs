@@ -3,7 +3,6 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod common;
 mod context;
-mod device_program;
 mod errors;
 mod factory;
 mod faults_dispatch;

@@ -1,10 +1,10 @@
-//! The kernels that draw random numbers on CUDA devices give the host's bits. Their text is compiled as C++ and run here, so
-//! all but NVIDIA's compiler and the launch is covered without a GPU; the last test needs one.
+//! The kernels that draw random numbers on CUDA devices give the host's bits. Their text is run on the host, so all but NVIDIA's
+//! compiler and the launch is covered without a GPU; the last test needs one.
 #![allow(clippy::single_range_in_vec_init)] // blocks of one dim
-use crate::device_program::Program;
 use candle_core::{DType, Device, Tensor};
 use candle_dist_kernels::parts::{DRAW_SOURCE, DrawLaunch};
 use candle_shard::random::{Distribution, Stream, sample};
+use device_text::{DeviceText, LaunchShape, PlainNumber, TextArgument};
 use proptest::prelude::*;
 use std::ops::Range;
 
@@ -16,75 +16,77 @@ const DISTRIBUTIONS: [Distribution; 4] = [
 ];
 const DTYPES: [DType; 2] = [DType::F32, DType::F64];
 
-/// A program that reads launches and answers with the elements that they drew. The names `logarithm_f32` and so on stand for
-/// these functions of the floats whose bits lie in `[base, base + count * rank)`, each `rank`-th of them.
-const MAIN: &str = r#"
-template <typename T> using Kernel = void (*)(wide, wide, wide, const wide*, T*, wide, wide, wide, T, T);
-
-template <typename T> void run(Kernel<T> kernel, std::vector<wide> n, std::vector<wide> dims, const double* ab) {
-  std::vector<T> out(n[0], T(-99));
-  blockDim.x = (unsigned)n[7];
-  for (blockIdx.x = 0; blockIdx.x < n[6]; blockIdx.x++)
-    for (threadIdx.x = 0; threadIdx.x < n[7]; threadIdx.x++)
-      kernel(n[0], n[1], n[2], dims.data(), out.data(), n[3], n[4], n[5], (T)ab[0], (T)ab[1]);
-  fwrite(out.data(), sizeof(T), out.size(), stdout);
-}
-
-template <typename T, typename Bits> void probe(bool cosines, const std::vector<wide>& n) {
-  for (wide i = 0; i < n[0]; i++) {
-    const T x = same_bits<T>((Bits)(n[1] + i * n[2])), y = cosines ? cosine(x) : logarithm(x);
-    fwrite(&y, sizeof y, 1, stdout);
+/// Kernels that write a function of the floats whose bits are `from`, `from + step` and so on.
+const PROBES: &str = r#"
+#define PROBE(NAME, T, OF_BITS, BITS, FUNCTION)                                \
+  extern "C" __global__ void NAME(wide count, wide from, wide step, T* out) {  \
+    for (wide i = threadIdx.x; i < count; i += blockDim.x)                     \
+      out[i] = FUNCTION(OF_BITS((BITS)(from + i * step)));                     \
   }
-}
-
-int main() {
-  char name[64];
-  std::vector<wide> n(8);
-  while (scanf("%63s", name) == 1) {
-    for (wide& x : n) if (scanf("%llu", &x) != 1) return 2;
-    const std::string is = name;
-    if (is == "cosine_f32" || is == "logarithm_f32") { probe<float, word>(is == "cosine_f32", n); continue; }
-    if (is == "cosine_f64" || is == "logarithm_f64") { probe<double, wide>(is == "cosine_f64", n); continue; }
-    std::vector<wide> dims(2 * n[2]);
-    wide bits[2];
-    for (wide& x : dims) if (scanf("%llu", &x) != 1) return 2;
-    for (wide& x : bits) if (scanf("%llu", &x) != 1) return 2;
-    const double ab[2] = {same_bits<double>(bits[0]), same_bits<double>(bits[1])};
-    if (is == "draw_uniform_f32") run<float>(draw_uniform_f32, n, dims, ab);
-    else if (is == "draw_uniform_f64") run<double>(draw_uniform_f64, n, dims, ab);
-    else if (is == "draw_normal_f32") run<float>(draw_normal_f32, n, dims, ab);
-    else if (is == "draw_normal_f64") run<double>(draw_normal_f64, n, dims, ab);
-    else if (is == "draw_bernoulli_f32") run<float>(draw_bernoulli_f32, n, dims, ab);
-    else if (is == "draw_bernoulli_f64") run<double>(draw_bernoulli_f64, n, dims, ab);
-    else return 3;
-  }
-}
+PROBE(cosine_f32, float, __uint_as_float, word, cosine)
+PROBE(logarithm_f32, float, __uint_as_float, word, logarithm)
+PROBE(cosine_f64, double, from_bits, wide, cosine)
+PROBE(logarithm_f64, double, from_bits, wide, logarithm)
 "#;
 
-/// The compiled program of the kernels.
-struct Drawing(Program);
+/// The compiled kernels.
+struct Drawing(DeviceText);
 
 impl Drawing {
     fn compiled(source: &str) -> Option<Self> {
-        Program::compiled(source, MAIN).map(Self)
+        DeviceText::for_test(&[source, PROBES].concat()).map(Self)
     }
 
     /// Returns the bytes of the elements that a launch draws.
     fn draw(&self, launch: &DrawLaunch) -> Vec<u8> {
-        let [seed, stream, first] = launch.stream;
-        let head = [
-            launch.count,
-            launch.base,
-            launch.dims.len() as u64 / 2,
-            seed,
-            stream,
-            first,
-            launch.blocks.into(),
-            DrawLaunch::THREADS.into(),
-        ];
-        let numbers = head.into_iter().chain(launch.dims.clone()).chain(launch.parameters.map(f64::to_bits));
-        let numbers: Vec<String> = numbers.map(|number| number.to_string()).collect();
-        self.0.answer(&format!("{} {}\n", launch.name, numbers.join(" ")))
+        if launch.name.ends_with("f64") {
+            self.draw_as(launch, launch.parameters, f64::to_le_bytes)
+        } else {
+            self.draw_as(launch, launch.parameters.map(|x| x as f32), f32::to_le_bytes)
+        }
+    }
+
+    fn draw_as<T: PlainNumber + Default, const N: usize>(
+        &self,
+        launch: &DrawLaunch,
+        [a, b]: [T; 2],
+        to_bytes: fn(T) -> [u8; N],
+    ) -> Vec<u8> {
+        let mut out = vec![T::default(); launch.count as usize];
+        let [seed, id, first] = launch.stream;
+        self.run(
+            launch.name,
+            launch.blocks,
+            &mut [
+                TextArgument::value(launch.count),
+                TextArgument::value(launch.base),
+                TextArgument::value(launch.dims.len() as u64 / 2),
+                TextArgument::read(&launch.dims),
+                TextArgument::written(&mut out),
+                TextArgument::value(seed),
+                TextArgument::value(id),
+                TextArgument::value(first),
+                TextArgument::value(a),
+                TextArgument::value(b),
+            ],
+        );
+        out.into_iter().flat_map(to_bytes).collect()
+    }
+
+    /// Returns a function of floats, see [`PROBES`].
+    fn probe<T: PlainNumber + Default>(&self, name: &str, count: u64, from: u64, step: u64) -> Vec<T> {
+        let mut out = vec![T::default(); count as usize];
+        let numbers = [count, from, step].map(TextArgument::value);
+        let mut arguments: Vec<_> = numbers.into_iter().chain([TextArgument::written(&mut out)]).collect();
+        self.run(name, 1, &mut arguments);
+        drop(arguments);
+        out
+    }
+
+    fn run(&self, name: &str, blocks: u32, arguments: &mut [TextArgument<'_>]) {
+        let block = [DrawLaunch::THREADS, 1, 1];
+        let done = self.0.run(name, LaunchShape { grid: [blocks, 1, 1], block, shared: 0 }, arguments);
+        done.unwrap_or_else(|fault| panic!("{fault}"));
     }
 }
 
@@ -167,22 +169,23 @@ fn the_kernels_draw_any_block_of_any_tensor() {
 fn the_kernels_functions_are_those_of_the_host_wherever_they_change_their_formula() {
     let Some(program) = Drawing::compiled(DRAW_SOURCE) else { return };
     // Compares floats with the bits `from`, `from + step` and so on, up to `to`.
-    let probe = |name: &str, size: usize, [from, to, step]: [u64; 3], host: &dyn Fn(u64) -> Vec<u8>| {
-        let count = (to - from) / step + 1;
-        let answer = program.0.answer(&format!("{name} {count} {from} {step} 0 0 0 0 0\n"));
-        assert_eq!(answer.len() as u64, count * size as u64);
-        for (i, found) in (0..count).zip(answer.chunks(size)) {
+    let narrow = |name: &str, [from, to]: [f32; 2], step: u64, function: fn(f32) -> f32| {
+        let (from, to) = (u64::from(from.to_bits()), u64::from(to.to_bits()));
+        let found = program.probe::<f32>(name, (to - from) / step + 1, from, step);
+        for (i, found) in (0..).zip(found) {
             let bits = from + i * step;
-            assert_eq!(found, host(bits), "{name} of the float with the bits {bits:#x}");
+            let want = function(f32::from_bits(bits as u32));
+            assert_eq!(found.to_bits(), want.to_bits(), "{name} of the float with the bits {bits:#x}");
         }
     };
-    let narrow = |name: &str, [from, to]: [f32; 2], step: u64, function: fn(f32) -> f32| {
-        let host = |bits: u64| function(f32::from_bits(bits as u32)).to_le_bytes().to_vec();
-        probe(name, 4, [from.to_bits().into(), to.to_bits().into(), step], &host);
-    };
     let wide = |name: &str, [from, to]: [f64; 2], step: u64, function: fn(f64) -> f64| {
-        let host = |bits: u64| function(f64::from_bits(bits)).to_le_bytes().to_vec();
-        probe(name, 8, [from.to_bits(), to.to_bits(), step], &host);
+        let (from, to) = (from.to_bits(), to.to_bits());
+        let found = program.probe::<f64>(name, (to - from) / step + 1, from, step);
+        for (i, found) in (0..).zip(found) {
+            let bits = from + i * step;
+            let want = function(f64::from_bits(bits));
+            assert_eq!(found.to_bits(), want.to_bits(), "{name} of the float with the bits {bits:#x}");
+        }
     };
     let near_f32 = |x: f32| [-2000i32, 2000].map(|by| f32::from_bits(x.to_bits().wrapping_add_signed(by)));
     let near_f64 = |x: f64, by: i64| [-by, by].map(|by| f64::from_bits(x.to_bits().wrapping_add_signed(by)));

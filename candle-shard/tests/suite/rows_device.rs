@@ -1,89 +1,60 @@
-//! The kernels that read and write rows of tables on CUDA devices. Their text is compiled as C++ and run here, so all but NVIDIA's
-//! compiler and the launch is covered without a GPU. The tests of lookups and row gradients launch them on simulated GPUs.
-use crate::device_program::Program;
+//! The kernels that read and write rows of tables on CUDA devices. Their text is run on the host, so all but NVIDIA's compiler
+//! and the launch is covered without a GPU. The tests of lookups and row gradients launch them on simulated GPUs.
 use candle_dist_kernels::parts::{NOWHERE, ROWS_SOURCE, RowsLaunch};
+use device_text::{DeviceText, LaunchShape, PlainNumber, TextArgument};
 use proptest::prelude::*;
-use std::fmt::Write as _;
-
-/// A program that reads a launch, rows, a table and values, all as whole numbers, and answers with what `take_rows` returns
-/// and then with the table after `put_rows`, in bytes of the type's size.
-const MAIN: &str = r#"
-template <typename T> std::vector<T> numbers(size_t count) {
-  std::vector<T> all(count);
-  unsigned long long x;
-  for (T& to : all) if (scanf("%llu", &x) == 1) to = (T)x;
-  return all;
-}
-
-template <typename Kernel> void launch(unsigned x, unsigned y, unsigned blocks, Kernel kernel) {
-  blockDim.x = x, blockDim.y = y, gridDim.x = blocks;
-  for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
-    for (threadIdx.y = 0; threadIdx.y < y; threadIdx.y++)
-      for (threadIdx.x = 0; threadIdx.x < x; threadIdx.x++) kernel();
-}
-
-#define RUN(DTYPE, T)                                                                                       \
-  if (is == #DTYPE) {                                                                                       \
-    const auto rows = numbers<word>(count);                                                                 \
-    auto table = numbers<T>(height * width);                                                                \
-    const auto values = numbers<T>(count * width);                                                          \
-    std::vector<T> out(count * width, T(99));                                                               \
-    launch(x, y, blocks, [&] { take_rows_##DTYPE(count, width, rows.data(), table.data(), out.data(), T(7)); }); \
-    fwrite(out.data(), sizeof(T), out.size(), stdout);                                                      \
-    if (puts_too)                                                                                           \
-      launch(x, y, blocks, [&] { put_rows_##DTYPE(count, width, rows.data(), values.data(), table.data()); }); \
-    fwrite(table.data(), sizeof(T), table.size(), stdout);                                                  \
-  }
-
-int main() {
-  char name[64];
-  wide count, width, height;
-  unsigned x, y, blocks, puts_too;
-  if (scanf("%63s %llu %llu %llu %u %u %u %u", name, &count, &width, &height, &x, &y, &blocks, &puts_too) != 8) return 2;
-  const std::string is = name;
-  RUN(f16, half_bits) RUN(bf16, half_bits) RUN(f32, word) RUN(f64, wide)
-}
-"#;
 
 /// Rows of tables whose elements are 1, 2 and so on. Values are 1001, 1002 and so on.
-fn check(program: &Program, dtype: &str, rows: &[u32], height: usize, width: usize, launch: RowsLaunch) {
-    let is_put = !rows.contains(&NOWHERE);
-    let table: Vec<u64> = (1..=height * width).map(|x| x as u64).collect();
-    let values: Vec<u64> = (1001..).take(rows.len() * width).collect();
-    let RowsLaunch { block: [x, y], blocks } = launch;
-    let mut input =
-        format!("{dtype} {} {width} {height} {x} {y} {blocks} {}\n", rows.len(), u8::from(is_put));
-    let numbers = rows.iter().map(|&row| u64::from(row)).chain(table.clone()).chain(values.clone());
-    numbers.for_each(|number| write!(input, "{number} ").unwrap());
-
-    let row_of = |row: u32| (0..width).map(move |column| (row as usize, column));
-    let element = |(row, column)| if row == NOWHERE as usize { 7 } else { table[row * width + column] };
-    let mut want: Vec<u64> = rows.iter().flat_map(|&row| row_of(row)).map(element).collect();
-    let mut after = table.clone();
-    if is_put {
-        rows.iter().flat_map(|&row| row_of(row)).zip(&values).for_each(|((row, column), &value)| {
-            after[row * width + column] = value;
-        });
+fn check(program: &DeviceText, dtype: &str, rows: &[u32], height: usize, width: usize, launch: RowsLaunch) {
+    match dtype {
+        "f64" => check_as::<u64>(program, dtype, rows, [height, width], launch, |x| x),
+        "f32" => check_as::<u32>(program, dtype, rows, [height, width], launch, |x| x as u32),
+        _ => check_as::<u16>(program, dtype, rows, [height, width], launch, |x| x as u16),
     }
-    want.extend(after);
-    let size = match dtype {
-        "f64" => 8,
-        "f32" => 4,
-        _ => 2,
-    };
-    let got: Vec<u64> = program.answer(&input).chunks(size).map(number).collect();
-    assert_eq!(got, want, "{dtype}, rows {rows:?} of [{height}, {width}], {launch:?}");
 }
 
-fn number(bytes: &[u8]) -> u64 {
-    bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
+/// The same for elements that are whole numbers of the size of the dtype.
+fn check_as<T: PlainNumber + PartialEq + std::fmt::Debug>(
+    program: &DeviceText,
+    dtype: &str,
+    rows: &[u32],
+    [height, width]: [usize; 2],
+    launch: RowsLaunch,
+    of: fn(u64) -> T,
+) {
+    let table: Vec<T> = (1..).take(height * width).map(of).collect();
+    let values: Vec<T> = (1001..).take(rows.len() * width).map(of).collect();
+    let RowsLaunch { block: [x, y], blocks } = launch;
+    let run = |name: &str, arguments: &mut [TextArgument<'_>]| {
+        let shape = LaunchShape { grid: [blocks, 1, 1], block: [x, y, 1], shared: 0 };
+        let done = program.run(&format!("{name}_{dtype}"), shape, arguments);
+        done.unwrap_or_else(|fault| panic!("{fault}"));
+    };
+    let sizes = || [rows.len(), width].map(|n| TextArgument::value(n as u64)).into_iter();
+    let row_of = |row: u32| (0..width).map(move |column| (row as usize, column));
+    let element = |(row, column)| if row == NOWHERE as usize { of(7) } else { table[row * width + column] };
+    let want: Vec<T> = rows.iter().flat_map(|&row| row_of(row)).map(element).collect();
+    let mut out = vec![of(99); want.len()];
+    let list = [TextArgument::read(rows), TextArgument::read(&table), TextArgument::written(&mut out)];
+    run("take_rows", &mut sizes().chain(list).chain([TextArgument::value(of(7))]).collect::<Vec<_>>());
+    assert_eq!(out, want, "{dtype}, rows {rows:?} of [{height}, {width}], {launch:?}");
+    if rows.contains(&NOWHERE) || (1..rows.len()).any(|at| rows[..at].contains(&rows[at])) {
+        return; // such rows are only read
+    }
+    let (mut after, mut written) = (table.clone(), table.clone());
+    for ((row, column), &value) in rows.iter().flat_map(|&row| row_of(row)).zip(&values) {
+        after[row * width + column] = value;
+    }
+    let list = [TextArgument::read(rows), TextArgument::read(&values), TextArgument::written(&mut written)];
+    run("put_rows", &mut sizes().chain(list).collect::<Vec<_>>());
+    assert_eq!(written, after, "{dtype}, rows {rows:?} of [{height}, {width}], {launch:?}");
 }
 
 const DTYPES: [&str; 4] = ["f16", "bf16", "f32", "f64"];
 
 #[test]
 fn the_kernels_take_and_put_rows() {
-    let Some(program) = Program::compiled(ROWS_SOURCE, MAIN) else { return };
+    let Some(program) = DeviceText::for_test(ROWS_SOURCE) else { return };
     let all = |rows: &[u32], height: usize, width: usize| {
         DTYPES.iter().for_each(|dtype| {
             check(&program, dtype, rows, height, width, RowsLaunch::over(rows.len(), width));
@@ -106,7 +77,7 @@ fn the_kernels_take_and_put_rows() {
 
 #[test]
 fn the_kernels_take_and_put_any_rows() {
-    let Some(program) = Program::compiled(ROWS_SOURCE, MAIN) else { return };
+    let Some(program) = DeviceText::for_test(ROWS_SOURCE) else { return };
     let rows = Just((0..70u32).collect::<Vec<_>>()).prop_shuffle();
     let cases = (prop::sample::select(&DTYPES), rows, 1..70usize, 1..200usize, any::<bool>());
     let config = ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() };
