@@ -135,9 +135,7 @@ impl Kernels {
         // SAFETY: the program exists until it is dropped, and the options during the call.
         match unsafe { nvrtc::compile_program(program.0, &options) } {
             Ok(()) => {}
-            Err(nvrtc::NvrtcError(sys::nvrtcResult::NVRTC_ERROR_INVALID_OPTION))
-                if architecture.is_some() =>
-            {
+            Err(nvrtc::NvrtcError(sys::nvrtcResult::NVRTC_ERROR_INVALID_OPTION)) if is_machine_code => {
                 return Ok(None);
             }
             Err(error) => bail!("NVRTC cannot compile {}: {error:?}: {}", self.name, program.log()),
