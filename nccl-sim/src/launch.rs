@@ -216,7 +216,7 @@ pub(crate) extern "C" fn cuLaunchKernel(
     if let Err(error) = load_lazily(handle, name) {
         return error;
     }
-    crate::tally::count("cuLaunchKernel");
+    crate::tally::count_launch(name);
     // The values are copied before the call returns.
     let sizes = function.sizes();
     let places = array(parameters.cast_const(), sizes.len());

@@ -5,12 +5,20 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 
-static CALLS: Mutex<BTreeMap<&str, u64>> = Mutex::new(BTreeMap::new());
+static CALLS: Mutex<BTreeMap<String, u64>> = Mutex::new(BTreeMap::new());
 
 /// Counts a call, if that is asked for.
-pub(crate) fn count(function: &'static str) {
+pub(crate) fn count(function: &str) {
     if settings::get().calls.is_some() {
-        *CALLS.lock().entry(function).or_default() += 1;
+        *CALLS.lock().entry(function.to_string()).or_default() += 1;
+    }
+}
+
+/// Counts a launch of a kernel: in all, and by its name.
+pub(crate) fn count_launch(kernel: &str) {
+    if settings::get().calls.is_some() {
+        count("cuLaunchKernel");
+        count(&format!("kernel {kernel}"));
     }
 }
 

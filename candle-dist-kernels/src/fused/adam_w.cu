@@ -18,7 +18,8 @@ template <typename R> struct Tensors {
   u32 tensors;
 };
 
-template <typename R> struct Rule { R keep_first, part_first, keep_second, part_second, lr, eps, keep; };
+// `unused` ends it at a multiple of 8 bytes.
+template <typename R> struct Rule { R keep_first, part_first, keep_second, part_second, lr, eps, keep, unused; };
 
 // X is the type of variables, S that of moments, and G that of gradients. A variable is its rounded copy; where it is not, it was
 // written from outside, and the copy follows.

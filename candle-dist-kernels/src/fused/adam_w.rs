@@ -217,9 +217,9 @@ impl UpdateLaunch<'_> {
         unsafe {
             match self.updates[0].var.dtype() {
                 DType::F64 => {
-                    launch_structures::<{ size(8) }, 56>(device, kernel, structures, blocks, THREADS)
+                    launch_structures::<{ size(8) }, 64>(device, kernel, structures, blocks, THREADS)
                 }
-                _ => launch_structures::<{ size(4) }, 28>(device, kernel, structures, blocks, THREADS),
+                _ => launch_structures::<{ size(4) }, 32>(device, kernel, structures, blocks, THREADS),
             }
         }
     }
@@ -258,7 +258,7 @@ impl UpdateLaunch<'_> {
         tensors.extend((self.updates.len() as u32).to_le_bytes());
         tensors.extend([0; 4]); // a structure with pointers ends at a multiple of 8
         let AdamWOptions { lr, betas: [first, second], eps, keep } = self.options;
-        let rule = [first, 1.0 - first, second, 1.0 - second, lr, eps, keep];
+        let rule = [first, 1.0 - first, second, 1.0 - second, lr, eps, keep, 0.0];
         Ok(([tensors, rule.into_iter().flat_map(real).collect()], blocks))
     }
 }

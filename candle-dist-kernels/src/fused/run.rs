@@ -3,7 +3,6 @@ use super::call::FusedCall;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::emulated::{self, is_emulated};
-use crate::device_text::is_fused;
 use crate::real::is_computed;
 use candle_core::{Device, Result, Tensor, bail};
 use candle_dist_base::{Fresh, edges};
@@ -27,7 +26,11 @@ impl FusedCall<'_> {
 
 /// Returns whether these kernels compute on a device.
 pub(crate) fn runs_on(device: &Device) -> bool {
-    is_fused(device) || device.is_cpu() && is_emulated()
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        return crate::device_text::is_fused(device);
+    }
+    device.is_cpu() && is_emulated()
 }
 
 /// Returns whether these kernels compute an op on these tensors, which have floats of one dtype.

@@ -15,10 +15,12 @@ fn each_way_through_a_unit_is_one_collective() {
     }
     world(2)
         .run(|ctx| -> Result<()> {
-            for (reshard_after_forward, prefetch) in [(true, false), (true, true), (false, true)] {
+            let ways = [(true, false, true), (true, true, true), (false, true, true), (true, true, false)];
+            for (reshard_after_forward, prefetch, foreign_writes) in ways {
                 let options = FullyShardOptions::default()
                     .reshard_after_forward(reshard_after_forward)
-                    .prefetch(prefetch);
+                    .prefetch(prefetch)
+                    .foreign_writes(foreign_writes);
                 let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
                 let vb = MeshVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
                 let vb = vb.fully_shard("dp", options)?;
@@ -34,7 +36,7 @@ fn each_way_through_a_unit_is_one_collective() {
                     (forward.get(Op::AllGather).count, forward.get(Op::ReduceScatter).count),
                     (units, 0)
                 );
-                let ahead = if prefetch { units - 1 } else { 0 };
+                let ahead = if prefetch && foreign_writes { units - 1 } else { 0 };
                 assert_eq!(
                     forward.get(Op::AllReduce).count,
                     ahead,
@@ -64,15 +66,18 @@ fn a_parameter_that_changes_between_runs_is_never_stale() {
     if !has_ranks(2) {
         return;
     }
-    let options =
-        |reshard_after_forward| FullyShardOptions::default().reshard_after_forward(reshard_after_forward);
+    // What is loaded is known, whoever else may write.
+    let options = |(reshard_after_forward, foreign_writes)| {
+        let options = FullyShardOptions::default().reshard_after_forward(reshard_after_forward);
+        options.foreign_writes(foreign_writes)
+    };
     let dir = Scratch::of_ranks("fsdp-stale");
-    for reshard_after_forward in [false, true] {
-        let path = dir.path(reshard_after_forward.to_string());
+    for case in [(false, true), (true, true), (true, false)] {
+        let path = dir.path(format!("{case:?}"));
         world(2)
             .run(|ctx| -> Result<()> {
                 let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
-                let vb = builder(&mesh, DType::F64, options(reshard_after_forward))?;
+                let vb = builder(&mesh, DType::F64, options(case))?;
                 let layers = linears(3, &vb)?;
                 let parameters = vb.finish()?;
                 let x = rows(&batch(0)?, &mesh)?;
