@@ -216,8 +216,14 @@ impl NcclBackend {
             }
         };
         inbox.received += 1;
-        let enqueued = || self.rank.watch.post(self.ranks[from], id, received);
-        Ok(issue_receive(&self.rank, &inbox.comm, &call, 0, enqueued)?.into_tensor())
+        let (watch, mut is_posted) = (&self.rank.watch, false);
+        let is_sent = || {
+            if !std::mem::replace(&mut is_posted, true) {
+                watch.post(self.ranks[from], id, received);
+            }
+            watch.is_sent(id, received)
+        };
+        Ok(issue_receive(&self.rank, &inbox.comm, &call, 0, is_sent)?.into_tensor())
     }
 }
 

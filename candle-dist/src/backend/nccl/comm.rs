@@ -126,7 +126,7 @@ impl CommState {
     }
 
     /// Enqueues the NCCL calls of `enqueue` as one group after the work `after`, and returns while they run. The event marks
-    /// their end. `number` is that of a message.
+    /// their end, which is put on the stream once `may_mark` says so. `number` is that of a message.
     ///
     /// The memory that they use must stay unchanged until then. The calls of a rank are enqueued one after the other, on
     /// whichever threads ("Thread Safety" in NCCL's User Guide); only one that connects lets others by.
@@ -136,6 +136,7 @@ impl CommState {
         after: &PriorWork,
         number: u64,
         enqueue: impl FnOnce(sys::ncclComm_t, sys::cudaStream_t) -> sys::ncclResult_t,
+        mut may_mark: impl FnMut() -> bool,
     ) -> Result<Arc<CudaEvent>> {
         self.rank.bind()?;
         let _calls = self.rank.parked.calls();
@@ -157,6 +158,7 @@ impl CommState {
         let ended = unsafe { sys::ncclGroupEnd() };
         let code = if is_fine(code) { ended } else { code };
         let settled = self.settle(&mut handle, op, code, number, Some(turn));
+        let settled = settled.and_then(|()| self.wait_to_mark(&handle, op, number, &mut may_mark));
         let marked = settled.and_then(|()| {
             done.record(&self.stream).map_err(|error| self.rank.watch.fail_with(format!("{op}: {error}")))
         });
@@ -207,6 +209,29 @@ impl CommState {
             patience.pause();
             state = async_state(handle.as_ref());
         }
+    }
+
+    /// Waits on the host until the end of the call `number` may be put on the stream. A mark waits at the head of its queue on the GPU, so
+    /// that of a receive comes after its message is enqueued.
+    fn wait_to_mark(
+        &self,
+        handle: &Option<Handle>,
+        op: &str,
+        number: u64,
+        may_mark: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
+        let began = Instant::now();
+        while !may_mark() {
+            self.rank.watch.check()?;
+            let state = async_state(handle.as_ref());
+            if !is_fine(state) {
+                return Err(self.rank.watch.fail_with(self.describe(handle, op, state)));
+            }
+            if self.is_over(began, number) {
+                return Err(self.expire());
+            }
+        }
+        Ok(())
     }
 
     fn describe(&self, handle: &Option<Handle>, op: &str, code: sys::ncclResult_t) -> String {
@@ -349,8 +374,19 @@ impl NcclComm {
         after: &PriorWork,
         enqueue: impl FnOnce(sys::ncclComm_t, sys::cudaStream_t) -> sys::ncclResult_t,
     ) -> Result<Arc<CudaEvent>> {
+        self.issue_marked(op, after, enqueue, || true)
+    }
+
+    /// Like [`issue`](Self::issue). The end is put on the stream once `may_mark` says so, which may wait a little.
+    pub(super) fn issue_marked(
+        &self,
+        op: &'static str,
+        after: &PriorWork,
+        enqueue: impl FnOnce(sys::ncclComm_t, sys::cudaStream_t) -> sys::ncclResult_t,
+        may_mark: impl FnMut() -> bool,
+    ) -> Result<Arc<CudaEvent>> {
         let number = self.0.made.fetch_add(1, Ordering::Relaxed);
-        self.0.issue(op, after, number, enqueue)
+        self.0.issue(op, after, number, enqueue, may_mark)
     }
 
     /// Returns whether NCCL will connect to other members for these exchanges, and so wait for them.
@@ -374,12 +410,14 @@ impl NcclComm {
             byte.device_ptr(&self.0.stream).0 as *mut std::ffi::c_void
         };
         let (peer, kind) = (1 - me as i32, sys::ncclDataType_t::ncclUint8);
-        let moved = self.0.issue("connect", &PriorWork::default(), 0, |comm, stream| match me {
+        let enqueue = |comm, stream| match me {
             // SAFETY: the communicator is alive and locked by the caller. The byte is freed on the stream of this call.
             0 => unsafe { sys::ncclSend(place, 1, kind, peer, comm, stream) },
             // SAFETY: see above.
             _ => unsafe { sys::ncclRecv(place, 1, kind, peer, comm, stream) },
-        });
+        };
+        // The number of no message.
+        let moved = self.0.issue("connect", &PriorWork::default(), 0, enqueue, || true);
         moved.map(drop)
     }
 

@@ -181,13 +181,13 @@ pub(super) fn issue_send(
 }
 
 /// Enqueues a receive of a tensor of `call`'s shape and dtype from the member `peer`, into new memory of this rank's GPU. Calls
-/// `enqueued` then, and before the program's stream waits for the message.
+/// `is_sent` then until it returns whether the message is enqueued, and before anything waits for it on the GPU.
 pub(super) fn issue_receive(
     rank: &NcclRank,
     comm: &NcclComm,
     call: &Call,
     peer: usize,
-    enqueued: impl FnOnce(),
+    is_sent: impl FnMut() -> bool,
 ) -> Result<Fresh> {
     let (shape, dtype) = (Shape::from(call.shape.as_slice()), call.dtype.unwrap_or(DType::U8));
     let mut storage = memory(&rank.device, shape.elem_count(), dtype)?;
@@ -195,9 +195,8 @@ pub(super) fn issue_receive(
     let (transfer, place) = (FlatTransfer::SendReceive { sends: Vec::new(), receives }, address(&storage, 0));
     let stream = rank.device.cuda_stream();
     let after = PriorWork::on(std::slice::from_ref(&stream))?;
-    let done =
-        comm.issue("recv", &after, |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream))?;
-    enqueued();
+    let receive = |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream);
+    let done = comm.issue_marked("recv", &after, receive, is_sent)?;
     rank.rejoin(&stream, &done)?;
     written(&mut storage);
     Ok(Fresh { storage: Storage::Cuda(storage), shape })

@@ -1,6 +1,6 @@
 //! A rank's access to its world: failures, the calls of ranks, and small values.
 use super::compare::{CallTable, LastCalls};
-use super::posts::ReceivePosts;
+use super::posts::{ChannelEnd, ReceivePosts};
 use super::values::ThreadValues;
 use crate::backend::threads::WorldState;
 use crate::backend::{Call, Op};
@@ -54,8 +54,24 @@ impl WorldWatch {
     /// Tells rank `from` that this rank has enqueued the receive `number` of a channel.
     pub(super) fn post(&self, from: usize, channel: u64, number: u64) {
         match self {
-            Self::Thread { posts, .. } => posts.note(channel, number),
+            Self::Thread { posts, .. } => posts.note(channel, ChannelEnd::Receiver, number),
             Self::Process(control, _) => control.post(from, channel, number),
+        }
+    }
+
+    /// Notes that this rank has enqueued the message `number` of a channel.
+    pub(super) fn note_sent(&self, channel: u64, number: u64) {
+        if let Self::Thread { posts, .. } = self {
+            posts.note(channel, ChannelEnd::Sender, number);
+        }
+    }
+
+    /// Returns whether the message `number` of a channel is enqueued. Waits a little for it. Processes do not tell: each has queues of
+    /// its own.
+    pub(super) fn is_sent(&self, channel: u64, number: u64) -> bool {
+        match self {
+            Self::Thread { posts, .. } => posts.has(channel, ChannelEnd::Sender, number, TICK),
+            Self::Process(..) => true,
         }
     }
 
@@ -83,7 +99,7 @@ impl WorldWatch {
     /// Returns whether the receive `number` of a channel is enqueued. Waits a little for it.
     pub(super) fn is_awaited(&self, channel: u64, number: u64) -> bool {
         match self {
-            Self::Thread { posts, .. } => posts.has(channel, number, TICK),
+            Self::Thread { posts, .. } => posts.has(channel, ChannelEnd::Receiver, number, TICK),
             Self::Process(control, _) => control.is_posted(channel, number, TICK),
         }
     }
