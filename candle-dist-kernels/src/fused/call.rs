@@ -1,4 +1,5 @@
 //! What is launched: the texts of kernels, and the calls of a kernel.
+use crate::device_text::with_prelude;
 use candle_core::{DType, Shape, Tensor};
 
 /// The texts of the kernels: what they share, and each text.
