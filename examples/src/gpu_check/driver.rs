@@ -34,7 +34,8 @@ const PARKED: usize = 40;
 pub(super) fn check(device: &Device, small: bool) -> Result<String> {
     let (ops, rounds) = if small { (20, 3) } else { (1000, 9) };
     let mut found = String::from("the driver");
-    let mut number = |name: &str, value: f64, unit: &str| writeln!(found, "\nNUMBER {name}: {value:.2} {unit}");
+    let mut number =
+        |name: &str, value: f64, unit: &str| writeln!(found, "\nNUMBER {name}: {value:.2} {unit}");
     let context = device.as_cuda_device()?.cuda_stream().context().clone();
     number("bytes that the pool keeps when the GPU has no work", threshold(&context)? as f64, "B")?;
 

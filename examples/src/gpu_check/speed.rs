@@ -54,7 +54,8 @@ pub(super) fn check(device: &Device, small: bool) -> Result<String> {
     let vars = (0..10)
         .map(|_| Var::zeros(sizes.parameters / 10, DType::F32, device))
         .collect::<candle_core::Result<Vec<_>>>()?;
-    let total = vars.iter().try_fold(Tensor::zeros((), DType::F32, device)?, |sum, var| sum + var.sum_all()?)?;
+    let total =
+        vars.iter().try_fold(Tensor::zeros((), DType::F32, device)?, |sum, var| sum + var.sum_all()?)?;
     let grads = total.backward()?;
     let mut optimizer = AdamW::new(vars, ParamsAdamW::default())?;
     let ms = time(device, sizes.rounds, || optimizer.step(&grads))?;
@@ -102,15 +103,14 @@ impl Layer {
             Var::from_tensor(&Tensor::randn(0f32, 0.02, (rows, width), device)?.to_dtype(dtype)?)
         };
         let heads = |count: usize| {
-            Var::from_tensor(&Tensor::randn(0f32, 1.0, (1, sizes.tokens, count, head), device)?.to_dtype(dtype)?)
+            Var::from_tensor(
+                &Tensor::randn(0f32, 1.0, (1, sizes.tokens, count, head), device)?.to_dtype(dtype)?,
+            )
         };
         let table = Tensor::zeros((sizes.tokens, head / 2), dtype, device)?;
         Ok(Self {
             x: random(sizes.tokens, sizes.width)?,
-            norms: [
-                Var::ones(sizes.width, dtype, device)?,
-                Var::ones(sizes.width, dtype, device)?,
-            ],
+            norms: [Var::ones(sizes.width, dtype, device)?, Var::ones(sizes.width, dtype, device)?],
             projections: [
                 random(queries, sizes.width)?,
                 random(keys, sizes.width)?,
