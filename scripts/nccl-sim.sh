@@ -145,8 +145,9 @@ for seed in $(seq "$first" "$each" $((first + seeds - 1))); do
 done
 sort "$folder/skipped" | uniq -c | sort -rn | head -n 60
 echo "runs $runs, tests or cases skipped $(wc -l <"$folder/skipped")"
-races="$(wc -l <"$SIM_REPORT")"
-[ "$races" -eq 0 ] || sort "$SIM_REPORT" | uniq | head -n 40
+# A deadlock has a line for each stream.
+races="$(grep -c '^nccl-sim: ' "$SIM_REPORT" || true)"
+[ "$races" -eq 0 ] || awk '!seen[$0]++' "$SIM_REPORT" | head -n 40
 used="$(sort -u "$SIM_USED" | wc -l)"
 # Worlds that share a start may be fewer than its seeds. Processes take one seed per start.
 if ((asked_starts > 0 && used < seeds)) && [ "${crates[*]}" != processes ]; then
