@@ -113,9 +113,12 @@ impl Kernels {
         let image = &mut images[usize::from(!is_machine_code)];
         if image.is_none() {
             // Texts use what generation 8.0 has, where the GPU has it.
-            let of_any = if major >= 8 { "--gpu-architecture=compute_80" } else { "--gpu-architecture=compute_75" };
+            let of_any =
+                if major >= 8 { "--gpu-architecture=compute_80" } else { "--gpu-architecture=compute_75" };
             let of_gpu = format!("--gpu-architecture=sm_{major}{minor}");
-            *image = self.compiled(if is_machine_code { &of_gpu } else { of_any }, is_machine_code)?.map(Arc::from);
+            *image = self
+                .compiled(if is_machine_code { &of_gpu } else { of_any }, is_machine_code)?
+                .map(Arc::from);
         }
         Ok(image.clone())
     }

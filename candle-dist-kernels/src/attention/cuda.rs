@@ -1,7 +1,7 @@
 //! Attention on CUDA devices by the kernels of `attend.cu` and `tensor.cu`.
 use super::heads::AttentionSizes;
 use super::launch::{
-    AttentionParameters, AttentionLaunches, PassLaunch, ProductUnits, RowStrides, SOURCE, KeyBounds,
+    AttentionLaunches, AttentionParameters, KeyBounds, PassLaunch, ProductUnits, RowStrides, SOURCE,
 };
 use super::node::graph_node;
 use super::{KeyBlock, Scale};

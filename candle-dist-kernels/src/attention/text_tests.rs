@@ -1,7 +1,7 @@
 //! The kernels of attention, run from their text, against the host's attention.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use super::launch::{
-    AttentionParameters, AttentionLaunches, PassLaunch, ProductUnits, RowStrides, SOURCE, KeyBounds,
+    AttentionLaunches, AttentionParameters, KeyBounds, PassLaunch, ProductUnits, RowStrides, SOURCE,
 };
 use super::node::sizes;
 use super::{KeyBlock, Scale, Visible};
@@ -54,7 +54,8 @@ fn run<E: WithDType + PlainNumber, O: WithDType + PlainNumber>(case: &Case) -> O
         false => x.clone(),
     });
     let strides = laid.each_ref().map(|x| RowStrides::of(x.layout()).unwrap());
-    let call = AttentionParameters::new(&sizes, strides, case.scale, &seen, (E::DTYPE, case.log_sums)).unwrap();
+    let call =
+        AttentionParameters::new(&sizes, strides, case.scale, &seen, (E::DTYPE, case.log_sums)).unwrap();
     let memory = |x: &Tensor| {
         let x = if case.is_turned { x.transpose(1, 2).unwrap() } else { x.clone() };
         x.flatten_all().unwrap().to_dtype(E::DTYPE).unwrap().to_vec1::<E>().unwrap()
