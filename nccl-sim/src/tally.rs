@@ -7,9 +7,20 @@ use std::path::Path;
 
 static CALLS: Mutex<BTreeMap<String, u64>> = Mutex::new(BTreeMap::new());
 
+unsafe extern "C" {
+    fn atexit(run: extern "C" fn()) -> std::ffi::c_int;
+}
+
 /// Counts a call, if that is asked for.
 pub(crate) fn count(function: &str) {
     if settings::get().calls.is_some() {
+        // A program may have no communicator whose end writes the counts.
+        static AT_END: std::sync::Once = std::sync::Once::new();
+        extern "C" fn write_at_end() {
+            write();
+        }
+        // SAFETY: the function is one of this library, which stays loaded.
+        AT_END.call_once(|| _ = unsafe { atexit(write_at_end) });
         *CALLS.lock().entry(function.to_string()).or_default() += 1;
     }
 }

@@ -70,8 +70,8 @@ impl LlamaLayer {
     }
 }
 
-/// Layers one behind another.
-fn build(ctx: &RankContext, layers: usize) -> Result<(Vec<LlamaLayer>, Parameters)> {
+/// Layers one behind another, which may be trained.
+fn build(ctx: &RankContext, layers: usize, is_frozen: bool) -> Result<(Vec<LlamaLayer>, Parameters)> {
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
     let plan = Plan::new("tp")
         .with("*.qkv", ColwiseParallel::default())
@@ -80,7 +80,8 @@ fn build(ctx: &RankContext, layers: usize) -> Result<(Vec<LlamaLayer>, Parameter
         .with("*.up", ColwiseParallel::default())
         .with("*.down", RowwiseParallel::default());
     let vb = MeshVarBuilder::fresh(3, &mesh, plan, DType::BF16, ctx.device())?;
-    let layers = (0..layers).map(|layer| LlamaLayer::new(&vb.pp(layer))).collect::<Result<_>>()?;
+    let of_layers = if is_frozen { vb.frozen() } else { vb.clone() };
+    let layers = (0..layers).map(|layer| LlamaLayer::new(&of_layers.pp(layer))).collect::<Result<_>>()?;
     Ok((layers, vb.finish()?))
 }
 
@@ -91,7 +92,7 @@ fn states(ctx: &RankContext, batch: usize, tokens: usize) -> Result<DTensor> {
 
 /// Forward and backward passes.
 fn train(ctx: &RankContext, layers: usize, times: usize) -> Result<()> {
-    let (layers, parameters) = build(ctx, layers)?;
+    let (layers, parameters) = build(ctx, layers, false)?;
     let x = states(ctx, 2, TOKENS)?;
     for _ in 0..times {
         let y = layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x, None))?;
@@ -102,21 +103,19 @@ fn train(ctx: &RankContext, layers: usize, times: usize) -> Result<()> {
 
 /// Steps that decode one token of one text.
 fn decode(ctx: &RankContext, layers: usize, times: usize) -> Result<()> {
-    let (layers, _) = build(ctx, layers)?;
+    let (layers, _) = build(ctx, layers, true)?;
     let mut caches: Vec<KvCache> = layers.iter().map(|_| KvCache::new(2, 32)).collect();
     let x = states(ctx, 1, 1)?;
     for _ in 0..times {
         let of_layers = layers.iter().zip(&mut caches);
-        of_layers
-            .into_iter()
-            .try_fold(x.clone(), |x, (layer, cache)| layer.forward(&x.detach(), Some(cache)))?;
+        of_layers.into_iter().try_fold(x.clone(), |x, (layer, cache)| layer.forward(&x, Some(cache)))?;
     }
     Ok(())
 }
 
 /// Steps of AdamW on 16-bit parameters, with 32-bit weights.
 fn optimize(ctx: &RankContext, layers: usize, times: usize) -> Result<()> {
-    let (layers, parameters) = build(ctx, layers)?;
+    let (layers, parameters) = build(ctx, layers, false)?;
     let x = states(ctx, 2, TOKENS)?;
     let y = layers.iter().try_fold(x, |x, layer| layer.forward(&x, None))?;
     let grads = parameters.backward(&y.sum_all()?)?;

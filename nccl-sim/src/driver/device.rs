@@ -76,8 +76,6 @@ pub(crate) extern "C" fn cuDevicePrimaryCtxRetain(to: *mut u64, ordinal: c_int) 
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuDevicePrimaryCtxRelease_v2(ordinal: c_int) -> c_int {
-    // A program without communicators ends here.
-    crate::tally::write();
     status(device(ordinal).map(|_| ()))
 }
 
