@@ -3,8 +3,9 @@
 
 usage: kernel_parameters.py [--write] [--folder FOLDER] [PTX..]
 
-Compiles the kernels of candle-kernels and candle-dist-kernels with NVRTC, or reads the PTX files, and compares each list with
-nccl-sim/src/tests/parameters.txt, which --write replaces. A test of nccl-sim compares that file with the simulator's own table.
+Compiles the kernels of candle-kernels with NVRTC, or reads the PTX files, and compares each list with nccl-sim/src/tests/parameters.txt, which
+--write replaces. A test of nccl-sim compares that file with the simulator's own table. The simulator runs kernels of this repository by their
+texts, which say what their parameters are.
 FOLDER (default target/nvrtc) keeps NVRTC and CUDA's headers, 96 MB of Python wheels, which pip downloads.
 """
 import argparse
@@ -90,8 +91,7 @@ def main() -> None:
         ctypes.CDLL(str(next((cuda / "lib").glob("libnvrtc-builtins.so.*"))))
         nvrtc = ctypes.CDLL(str(cuda / "lib" / "libnvrtc.so.13"))
         folders = [source, cuda / "include", cuda / "include" / "cccl"]
-        ours = sorted((ROOT / "candle-dist-kernels" / "src").rglob("*.cu"))
-        for path in [source / f"{name}.cu" for name in CANDLE] + ours:
+        for path in [source / f"{name}.cu" for name in CANDLE]:
             kernels |= parameters(compiled(nvrtc, path, folders))
     lines = "".join(f"{name} {sizes}".rstrip() + "\n" for name, sizes in sorted(kernels.items()))
     if arguments.write:
