@@ -29,7 +29,7 @@ done
 export SIM_GPUS=1 SIM_REPORT="$folder/dry/report" OUT="${OUT:-$folder/dry/out}" KILL_AFTER=8
 : >"$SIM_REPORT"
 status=0
-scripts/gpu-device.sh --simulated --budget 900 "$@" "$folder/dry" || status=$?
+scripts/gpu-device.sh --simulated --budget 1500 "$@" "$folder/dry" || status=$?
 if [ -s "$SIM_REPORT" ]; then
   echo "the simulator found faults:"
   cat "$SIM_REPORT"
