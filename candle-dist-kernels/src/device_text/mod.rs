@@ -8,7 +8,6 @@ use candle_core::Device;
 use std::sync::OnceLock;
 
 /// A text of kernels, whose path is relative to `src`, behind the prelude.
-#[cfg(any(test, feature = "cuda"))]
 macro_rules! with_prelude {
     ($path:literal) => {
         concat!(
@@ -17,7 +16,6 @@ macro_rules! with_prelude {
         )
     };
 }
-#[cfg(any(test, feature = "cuda"))]
 pub(crate) use with_prelude;
 
 /// Whether ops on this device run by fused kernels: on CUDA devices, unless the environment has `CANDLE_DIST_COMPOSED=1`.
