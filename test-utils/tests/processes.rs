@@ -24,7 +24,7 @@ const SCENARIOS: [(&str, Work, &str, bool, u64); 8] = [
     ("conformance", conform, "fine", false, LIMIT),
     ("training", train, "fine", false, LIMIT),
     ("calls that differ on the GPU", differ_on_the_gpu, "(reduction differs)", false, LIMIT),
-    ("a last call that differs on the GPU", differ_at_last, "started) differs)", false, SOON),
+    ("a last call that differs on the GPU", differ_at_last, "or monitored) differs)", false, SOON),
     ("an early return", return_early, "rank 0 returned while other ranks wait for it", true, LIMIT),
     ("an unread message", |ctx| leave_a_message(ctx.group(), ctx), "fine", false, SOON),
     ("an unread message of a dropped group", leave_a_message_in_a_group, "fine", false, SOON),

@@ -1,5 +1,6 @@
 //! A process's side of the connection: what it has received, and the threads that wait for it.
 mod later;
+#[cfg(feature = "nccl")]
 mod posts;
 mod values;
 
