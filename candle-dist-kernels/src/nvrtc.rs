@@ -116,9 +116,8 @@ impl Kernels {
             let of_any =
                 if major >= 8 { "--gpu-architecture=compute_80" } else { "--gpu-architecture=compute_75" };
             let of_gpu = format!("--gpu-architecture=sm_{major}{minor}");
-            *image = self
-                .compiled(if is_machine_code { &of_gpu } else { of_any }, is_machine_code)?
-                .map(Arc::from);
+            let architecture = if is_machine_code { of_gpu.as_str() } else { of_any };
+            *image = self.compiled(architecture, is_machine_code)?.map(Arc::from);
         }
         Ok(image.clone())
     }
