@@ -64,7 +64,7 @@ pub(super) fn bytes_mut(storage: &mut CudaStorage) -> Result<CudaViewMut<'_, u8>
 }
 
 /// A number as the kernel gets it.
-enum Given {
+enum LaunchNumber {
     Count(u64),
     F32(f32),
     F64(f64),
@@ -99,11 +99,11 @@ pub(super) fn run(call: &FusedCall<'_>) -> Result<Vec<Fresh>> {
         written.push(storage.as_mut().map(bytes_mut).transpose()?);
     }
     let given = |number: &Scalar| match (number, wide(call.dtype)) {
-        (Scalar::Count(count), _) => Given::Count(*count as u64),
-        (Scalar::Real(number), DType::F64) => Given::F64(*number),
-        (Scalar::Real(number), _) => Given::F32(*number as f32),
+        (Scalar::Count(count), _) => LaunchNumber::Count(*count as u64),
+        (Scalar::Real(number), DType::F64) => LaunchNumber::F64(*number),
+        (Scalar::Real(number), _) => LaunchNumber::F32(*number as f32),
     };
-    let numbers: Vec<Given> = call.numbers.iter().map(given).collect();
+    let numbers: Vec<LaunchNumber> = call.numbers.iter().map(given).collect();
     let mut launch = kernel.call();
     for view in &views {
         match view {
@@ -119,9 +119,9 @@ pub(super) fn run(call: &FusedCall<'_>) -> Result<Vec<Fresh>> {
     }
     for number in &numbers {
         match number {
-            Given::Count(count) => launch.value(count),
-            Given::F32(number) => launch.value(number),
-            Given::F64(number) => launch.value(number),
+            LaunchNumber::Count(count) => launch.value(count),
+            LaunchNumber::F32(number) => launch.value(number),
+            LaunchNumber::F64(number) => launch.value(number),
         };
     }
     // SAFETY: the caller gives what the kernel takes, in number and type. A test runs the text of each kernel by the same call, and
