@@ -108,7 +108,11 @@ pair() {
   sed 's/^/rank 1: /' "$work/second"
   return $((first ? first : second))
 }
-toy() { pair "$work/toy-transformer" --backend nccl --steps 20 "$@"; }
+toy() {
+  local few=(--steps 20)
+  [ -z "$SIMULATED" ] || few=(--steps 3 --dim 32 --layers 2 --seq 16 --batch 4)
+  pair "$work/toy-transformer" --backend nccl "${few[@]}" "$@"
+}
 export -f skip pair toy; export work
 
 probe() {
@@ -162,9 +166,10 @@ killed() {
 }
 # Decoding of a model of a billion random weights, which is written here.
 decode() {
-  [ -z "$SIMULATED" ] || { "$work/lm" generate --backend nccl --tp 1 --dtype f32 --max-tokens 4 --json - | grep tokens_per_s; return; }
+  export WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + RANDOM % 10000))
+  [ -z "$SIMULATED" ] || { "$work/lm" generate --backend nccl --max-tokens 4 --json - | grep tokens_per_s; return; }
   python3 "$PEER" --write "$work/model" || skip "no transformers to write a model"
-  WORLD_SIZE=1 RANK=0 "$work/lm" generate --backend nccl --model "$work/model" --prompt "Once upon a time" --max-tokens 128 --json - >"$work/told" || return 1
+  "$work/lm" generate --backend nccl --model "$work/model" --prompt "Once upon a time" --max-tokens 128 --json - >"$work/told" || return 1
   python3 -c 'import json, sys; told = json.load(open(sys.argv[1])); print("NUMBER decoding of a billion weights, one text: %.1f tokens/s" % told["tokens_per_s"])' \
     "$work/told"
 }
