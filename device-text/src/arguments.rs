@@ -26,11 +26,14 @@ macro_rules! plain {
 }
 plain!(u8, i8, u16, i16, u32, i32, u64, i64, f32, f64, f16, bf16);
 
+/// What takes the bytes that a kernel has written.
+type WriteBack<'a> = Box<dyn FnMut(&[u8]) + 'a>;
+
 /// An argument of a kernel.
 pub struct TextArgument<'a> {
     kind: ParameterKind,
     bytes: Vec<u8>,
-    back: Option<Box<dyn FnMut(&[u8]) + 'a>>,
+    back: Option<WriteBack<'a>>,
 }
 
 impl<'a> TextArgument<'a> {

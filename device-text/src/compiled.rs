@@ -5,6 +5,7 @@ use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::ptr::NonNull;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::{env, fs, mem};
@@ -121,7 +122,8 @@ impl DeviceText {
         type Listed = extern "C" fn(*mut c_uint) -> *const RawKernel;
         let object = SharedObject::open(path)?;
         // SAFETY: `wrapped` defines the function with this type.
-        let kernels: Listed = unsafe { mem::transmute(object.function(c"emulated_kernels")?) };
+        let kernels: Listed =
+            unsafe { mem::transmute::<NonNull<c_void>, Listed>(object.function(c"emulated_kernels")?) };
         let mut count = 0;
         let first = kernels(&raw mut count);
         // SAFETY: the function returns as many constants of the library, which stays loaded.

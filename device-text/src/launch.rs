@@ -4,6 +4,7 @@ use std::ffi::{c_char, c_uint, c_void};
 use std::fmt;
 use std::mem;
 use std::ops::Range;
+use std::ptr::NonNull;
 use std::sync::PoisonError;
 
 /// The blocks of a launch, the threads of a block, and its bytes of dynamic shared memory.
@@ -156,7 +157,10 @@ impl DeviceText {
         // SAFETY: `runtime.cpp` defines both with these types.
         let (run, forget): (Run, Forget) = unsafe {
             let function = |name| self.object().function(name).map_err(wrong);
-            (mem::transmute(function(c"emulated_launch")?), mem::transmute(function(c"emulated_forget")?))
+            (
+                mem::transmute::<NonNull<c_void>, Run>(function(c"emulated_launch")?),
+                mem::transmute::<NonNull<c_void>, Forget>(function(c"emulated_forget")?),
+            )
         };
         {
             let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);

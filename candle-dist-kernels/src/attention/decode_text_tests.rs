@@ -25,7 +25,7 @@ impl DeviceMemory {
                 elements.as_ptr().cast::<u8>(),
                 all.as_mut_ptr().cast(),
                 size_of_val(elements),
-            )
+            );
         };
         Self(all)
     }

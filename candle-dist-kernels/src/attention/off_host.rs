@@ -28,6 +28,9 @@ pub(crate) fn attend_off_host(
     if sizes.is_empty() {
         if log_sums {
             let dtype = compute_dtype("flash_attn", q)?;
+            if batch * queries * heads == 0 {
+                return empty::zeros_of(&[q, k, v], (batch, queries, heads, width + 1), dtype);
+            }
             let zeros = empty::zeros_of(&[q, k, v], (batch, queries, heads, width), dtype)?;
             let nothing = Tensor::full(f32::NEG_INFINITY, (batch, queries, heads, 1), q.device())?;
             return Tensor::cat(&[zeros, nothing.to_dtype(dtype)?], 3);
