@@ -436,9 +436,9 @@ impl HubTable {
                 let found = self.digests.add(rank, group, &ranks, calls, is_shown);
                 self.compared(group, found);
             }
-            HubRequest::Post { from, channel, number } => {
-                if let Some(seat) = self.seats.get(from) {
-                    seat.send(&Notice::Posted { channel, number });
+            HubRequest::Post { peer, channel, number, sends } => {
+                if let Some(seat) = self.seats.get(peer) {
+                    seat.send(&Notice::Posted { channel, number, sends });
                 }
             }
             HubRequest::Miss { group, round, after } => {

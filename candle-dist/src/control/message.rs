@@ -23,8 +23,8 @@ pub(super) enum HubRequest {
     Enter(Box<RoundEntry>),
     /// This rank has made these calls of a group: rounds, with digests that rank 0 compares.
     Calls { group: u64, ranks: Vec<usize>, calls: Vec<(u64, u64)> },
-    /// This rank has enqueued the receive `number` of a channel, for rank `from`.
-    Post { from: usize, channel: u64, number: u64 },
+    /// This rank has enqueued its part of the message `number` of a channel, whose other end is at `peer`.
+    Post { peer: usize, channel: u64, number: u64, sends: bool },
     /// Some members have not entered a round after this time.
     Miss { group: u64, round: u64, after: Duration },
     /// Something went wrong.
@@ -60,8 +60,8 @@ pub(super) enum Notice {
     Equal { group: u64, round: u64 },
     /// Asks for the call of a round, whose digest came.
     Show { group: u64, round: u64 },
-    /// The receiver has enqueued the receive `number` of a channel.
-    Posted { channel: u64, number: u64 },
+    /// The other end of a channel has enqueued its part of the message `number`.
+    Posted { channel: u64, number: u64, sends: bool },
     /// A rank has ended, after these rounds per group and channel.
     Left { rank: usize, rounds: Vec<(u64, u64)>, is_all: bool },
     /// The world stops; asks what this rank is doing.

@@ -283,19 +283,20 @@ impl Control {
         self.watch.tell_calls();
     }
 
-    /// Tells rank `from` that this rank has enqueued the receive `number` of a channel.
+    /// Tells rank `peer`, at the other end of a channel, that this rank has enqueued its part of the message `number`.
     #[cfg(feature = "nccl")]
-    pub(crate) fn post(&self, from: usize, channel: u64, number: u64) {
-        self.watch.post(from, channel, number);
+    pub(crate) fn post(&self, peer: usize, channel: u64, number: u64, sends: bool) {
+        self.watch.post(peer, channel, number, sends);
     }
 
-    /// Returns whether the receiver of a channel has enqueued its receive `number`. Waits for at most `limit`.
+    /// Returns whether the other end of a channel, which sends or receives, has enqueued its part of the message `number`. Waits for at
+    /// most `limit`.
     #[cfg(feature = "nccl")]
-    pub(crate) fn is_posted(&self, channel: u64, number: u64, limit: Duration) -> bool {
-        self.watch.is_posted(channel, number, limit)
+    pub(crate) fn is_posted(&self, channel: u64, number: u64, sends: bool, limit: Duration) -> bool {
+        self.watch.is_posted(channel, number, sends, limit)
     }
 
-    /// Forgets a channel on which this rank sends nothing more.
+    /// Forgets a channel of which this rank was an end.
     #[cfg(feature = "nccl")]
     pub(crate) fn forget_posts(&self, channel: u64) {
         self.watch.forget_posts(channel);

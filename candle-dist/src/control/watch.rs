@@ -65,8 +65,8 @@ struct HubReport {
     later: LaterCalls,
     /// The receives that are compared while this rank goes on. A send is not among them, because nobody may receive it.
     received: HashSet<(u64, u64)>,
-    /// How many receives of each channel its receiver has enqueued.
-    posted: HashMap<u64, u64>,
+    /// How many messages of each channel the other end has enqueued, and whether it sends them.
+    posted: HashMap<(u64, bool), u64>,
     /// Whether this process has said goodbye.
     announced: bool,
     /// Whether a call has told this rank of the failure before its goodbye, so that it has handled it or reports it.
@@ -154,8 +154,8 @@ impl Watch {
                     self.send(HubRequest::Enter(Box::new(entry)), &[]);
                 }
             }
-            LinkEvent::Message(Notice::Posted { channel, number }, _) => {
-                let count = heard.posted.entry(channel).or_default();
+            LinkEvent::Message(Notice::Posted { channel, number, sends }, _) => {
+                let count = heard.posted.entry((channel, sends)).or_default();
                 *count = (*count).max(number.saturating_add(1));
             }
             LinkEvent::Message(Notice::Agreed { group, round }, _) => {

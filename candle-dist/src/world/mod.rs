@@ -66,7 +66,7 @@ enum WorldRanks {
     /// Threads over NCCL, one per device.
     #[cfg(feature = "nccl")]
     Gpus,
-    Processes(BackendKind, InitOptions),
+    Processes(BackendKind, Box<InitOptions>),
 }
 
 impl World {
@@ -110,7 +110,8 @@ impl World {
     /// ended. It is an error if the world stops until then.
     pub fn processes(backend: BackendKind, options: InitOptions) -> Self {
         let (timeout, threads_per_rank, gpu) = (options.timeout, options.threads_per_rank, options.gpu);
-        Self { gpu, ..Self::of(WorldRanks::Processes(backend, options), timeout, threads_per_rank) }
+        let ranks = WorldRanks::Processes(backend, Box::new(options));
+        Self { gpu, ..Self::of(ranks, timeout, threads_per_rank) }
     }
 
     /// Creates the world of the processes that torchrun, mpirun or srun started, over the best backend of this build.
@@ -246,7 +247,7 @@ impl World {
                 self.devices.len()
             }
             WorldRanks::Processes(backend, ref options) => {
-                let options = options.clone();
+                let options = (**options).clone();
                 self.refuse_mailbox("processes")?;
                 let options = InitOptions {
                     threads_per_rank: self.threads_per_rank,

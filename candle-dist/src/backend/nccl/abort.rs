@@ -116,7 +116,7 @@ mod tests {
     #[test]
     fn an_abort_runs_beside_its_caller_who_may_wait_for_it() {
         let (all, (go, come), (tell, told)) = (Arc::new(AbortSet::default()), channel(), channel());
-        all.start(LONG, move || drop(come.recv()), move || drop(tell.send(())));
+        all.start(LONG, move || _ = come.recv(), move || _ = tell.send(()));
         assert!(!all.wait(Duration::from_millis(20)), "it is under way");
         go.send(()).expect("it waits");
         assert!(all.wait(LONG) && told.recv().is_err(), "without the last resort");
@@ -125,7 +125,7 @@ mod tests {
     #[test]
     fn an_abort_that_does_not_return_comes_to_the_last_resort_and_waits_have_an_end() {
         let (all, (go, come), (tell, told)) = (Arc::new(AbortSet::default()), channel::<()>(), channel());
-        all.start(Duration::from_millis(30), move || drop(come.recv()), move || drop(tell.send(7)));
+        all.start(Duration::from_millis(30), move || _ = come.recv(), move || _ = tell.send(7));
         assert_eq!(told.recv(), Ok(7));
         assert!(!all.wait(Duration::from_millis(10)));
         // Others are not held up.

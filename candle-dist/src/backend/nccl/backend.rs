@@ -86,7 +86,11 @@ impl NcclBackend {
     fn enter(&self, call: &Arc<Call>) -> Result<WorldGuard<'_>> {
         transfer::check(call)?;
         let round = self.rounds.fetch_add(1, Ordering::Relaxed);
-        self.rank.watch.enter(self.id, &self.ranks, round, call)
+        let inside = self.rank.watch.enter(self.id, &self.ranks, round, call)?;
+        if call.form != Form::Started {
+            self.rank.wait_for_members(self.id, round)?;
+        }
+        Ok(inside)
     }
 
     /// Returns the tensors in this rank's GPU memory. Host tensors are copied there.

@@ -439,6 +439,13 @@ impl NcclComm {
         Ok(())
     }
 
+    /// Tells the receiver that the message `number` is enqueued.
+    pub(super) fn note_sent(&self, number: u64) {
+        if let Limit::Send(sending) = &self.0.limit {
+            self.0.rank.watch.note_sent(sending.to, sending.channel, number);
+        }
+    }
+
     /// Waits on the host until the GPU has reached `event`, the end of the call `number`. Returns whether it has, or may
     /// never.
     pub(super) fn arrives(&self, event: &CudaEvent, number: u64) -> Result<bool> {

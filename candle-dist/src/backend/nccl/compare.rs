@@ -40,6 +40,11 @@ impl CallTable {
         what.map_or(Ok(()), |what| Err(Cause::Mismatch { rank, reference, what }))
     }
 
+    /// Returns whether some members have made the call of a group and a round, and others have not.
+    pub(super) fn is_open(&self, at: (u64, u64)) -> bool {
+        self.0.lock().contains_key(&at)
+    }
+
     /// Returns whether others have made the call of a group or channel and a round that `rank` has not made.
     pub(super) fn lacks(&self, rank: usize, at: (u64, u64)) -> bool {
         self.0.lock().get(&at).is_some_and(|round| round.missing.contains(&rank))
@@ -95,13 +100,14 @@ mod tests {
         let (calls, sum, max) = (CallTable::default(), all_reduce(ReduceOp::Sum), all_reduce(ReduceOp::Max));
         assert_eq!(calls.compare((7, 0), &[0, 1], 0, &sum), Ok(()));
         assert_eq!(calls.compare((7, 1), &[0, 1], 0, &sum), Ok(()), "one rank may be ahead");
+        assert!(calls.is_open((7, 0)) && calls.is_open((7, 1)) && !calls.is_open((7, 2)));
         let what = "reduction";
         assert_eq!(
             calls.compare((7, 0), &[0, 1], 1, &max),
             Err(Cause::Mismatch { rank: 1, reference: 0, what })
         );
         assert_eq!(calls.compare((7, 1), &[0, 1], 1, &sum), Ok(()));
-        assert!(calls.0.lock().is_empty());
+        assert!(calls.0.lock().is_empty() && !calls.is_open((7, 0)));
     }
 
     #[test]

@@ -129,7 +129,7 @@ fn deliver(rank: &NcclRank, comm: &NcclComm, incoming: &Receiver<CourierMessage>
                 comm.wait_for_receiver(number)?;
                 let sent = issue_send(comm, &PriorWork::of(ready), &tensor, 1);
                 drop(unsent);
-                rank.watch.note_sent(comm.line().name(), number);
+                comm.note_sent(number);
                 // After a failure, what still runs of it has been aborted.
                 let arrived = match &sent {
                     Ok(done) => done.clone(),

@@ -223,6 +223,20 @@ impl NcclRank {
         stream.wait(done).map_err(driver)
     }
 
+    /// Waits on the host until all members have come to the call `round` of a group, as long as a message of this rank is not enqueued:
+    /// the end of a call waits at the head of its queue on the GPU.
+    pub(super) fn wait_for_members(&self, group: u64, round: u64) -> Result<()> {
+        let (began, mut patience) = (Instant::now(), PollPause::default());
+        while self.unsent.load(Ordering::Acquire) > 0 && self.watch.is_open(group, round) {
+            self.watch.check()?;
+            if began.elapsed() >= self.watch.timeout() {
+                return Err(self.watch.time_out());
+            }
+            patience.pause();
+        }
+        Ok(())
+    }
+
     /// Waits until the calls on all communicators have ended, unless the world fails.
     pub(super) fn settle(&self) {
         let comms: Vec<_> = self.comms.lock().iter().filter_map(Weak::upgrade).collect();

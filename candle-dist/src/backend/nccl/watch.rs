@@ -55,23 +55,23 @@ impl WorldWatch {
     pub(super) fn post(&self, from: usize, channel: u64, number: u64) {
         match self {
             Self::Thread { posts, .. } => posts.note(channel, ChannelEnd::Receiver, number),
-            Self::Process(control, _) => control.post(from, channel, number),
+            Self::Process(control, _) => control.post(from, channel, number, false),
         }
     }
 
-    /// Notes that this rank has enqueued the message `number` of a channel.
-    pub(super) fn note_sent(&self, channel: u64, number: u64) {
-        if let Self::Thread { posts, .. } = self {
-            posts.note(channel, ChannelEnd::Sender, number);
+    /// Tells rank `to` that this rank has enqueued the message `number` of a channel.
+    pub(super) fn note_sent(&self, to: usize, channel: u64, number: u64) {
+        match self {
+            Self::Thread { posts, .. } => posts.note(channel, ChannelEnd::Sender, number),
+            Self::Process(control, _) => control.post(to, channel, number, true),
         }
     }
 
-    /// Returns whether the message `number` of a channel is enqueued. Waits a little for it. Processes do not tell: each has queues of
-    /// its own.
+    /// Returns whether the message `number` of a channel is enqueued. Waits a little for it.
     pub(super) fn is_sent(&self, channel: u64, number: u64) -> bool {
         match self {
             Self::Thread { posts, .. } => posts.has(channel, ChannelEnd::Sender, number, TICK),
-            Self::Process(..) => true,
+            Self::Process(control, _) => control.is_posted(channel, number, true, TICK),
         }
     }
 
@@ -91,8 +91,9 @@ impl WorldWatch {
 
     /// Forgets channels on which this rank has received all that it will.
     pub(super) fn forget_receives(&self, channels: &[u64]) {
-        if let Self::Thread { posts, .. } = self {
-            posts.forget(channels);
+        match self {
+            Self::Thread { posts, .. } => posts.forget(channels),
+            Self::Process(control, _) => channels.iter().for_each(|&channel| control.forget_posts(channel)),
         }
     }
 
@@ -100,7 +101,7 @@ impl WorldWatch {
     pub(super) fn is_awaited(&self, channel: u64, number: u64) -> bool {
         match self {
             Self::Thread { posts, .. } => posts.has(channel, ChannelEnd::Receiver, number, TICK),
-            Self::Process(control, _) => control.is_posted(channel, number, TICK),
+            Self::Process(control, _) => control.is_posted(channel, number, false, TICK),
         }
     }
 
@@ -174,6 +175,15 @@ impl WorldWatch {
                 }
                 Ok(inside)
             }
+        }
+    }
+
+    /// Returns whether some members are known not to have made the call `round` of a group, which this rank has made. Processes do not
+    /// know.
+    pub(super) fn is_open(&self, group: u64, round: u64) -> bool {
+        match self {
+            Self::Thread { calls, .. } => calls.is_open((group, round)),
+            Self::Process(..) => false,
         }
     }
 

@@ -1,22 +1,28 @@
-//! The receives that other processes have enqueued, so that this one enqueues their messages.
+//! The parts of messages that other processes have enqueued, so that this one enqueues and marks its own.
 use super::super::message::HubRequest;
 use super::Watch;
 use crate::link::within;
 use std::time::Duration;
 
-#[cfg(feature = "nccl")]
 impl Watch {
-    /// Tells rank `from` that this rank has enqueued the receive `number` of a channel.
-    pub(in crate::control) fn post(&self, from: usize, channel: u64, number: u64) {
-        self.send(HubRequest::Post { from, channel, number }, &[]);
+    /// Tells rank `peer`, at the other end of a channel, that this rank has enqueued its part of the message `number`.
+    pub(in crate::control) fn post(&self, peer: usize, channel: u64, number: u64, sends: bool) {
+        self.send(HubRequest::Post { peer, channel, number, sends }, &[]);
     }
 
-    /// Returns whether the receiver of a channel has enqueued its receive `number`. Waits for at most `limit`.
-    pub(in crate::control) fn is_posted(&self, channel: u64, number: u64, limit: Duration) -> bool {
+    /// Returns whether the other end of a channel, which sends or receives, has enqueued its part of the message `number`. Waits for at
+    /// most `limit`.
+    pub(in crate::control) fn is_posted(
+        &self,
+        channel: u64,
+        number: u64,
+        sends: bool,
+        limit: Duration,
+    ) -> bool {
         let deadline = within(limit);
         let mut heard = self.heard.lock();
         loop {
-            if heard.posted.get(&channel).is_some_and(|&count| count > number) {
+            if heard.posted.get(&(channel, sends)).is_some_and(|&count| count > number) {
                 return true;
             }
             if self.failure.get().is_some() || self.changed.wait_until(&mut heard, deadline).timed_out() {
@@ -25,8 +31,11 @@ impl Watch {
         }
     }
 
-    /// Forgets a channel on which this rank sends nothing more.
+    /// Forgets a channel of which this rank was an end.
     pub(in crate::control) fn forget_posts(&self, channel: u64) {
-        self.heard.lock().posted.remove(&channel);
+        let mut heard = self.heard.lock();
+        for sends in [true, false] {
+            heard.posted.remove(&(channel, sends));
+        }
     }
 }
