@@ -3,8 +3,8 @@
 #
 # usage: scripts/gpu-dry-run.sh [--only STEP,..]
 #
-# Builds what gpu-build.sh builds, in the dev profile and for the simulated driver (nccl-sim), and measures less. Steps that need a real card or
-# PyTorch are skipped. The status is that of gpu-device.sh.
+# Builds most of what gpu-build.sh builds, in the dev profile and for the simulated driver (nccl-sim), and measures less: of the tests of all ops
+# those of attention and caches. Steps that need a real card or PyTorch are skipped. The status is that of gpu-device.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/sim-build.sh
@@ -22,9 +22,7 @@ rm -rf "$folder/dry"
 mkdir -p "$folder/dry/programs" "$folder/dry/exchange"
 for name in gpu-check toy-transformer; do built "$name" build -p examples -p workspace-hack --bin "$name" --features examples/nccl; done
 built lm build -p lm -p workspace-hack --bin lm --features lm/nccl
-for name in suite nn tables; do
-  built "$name" test -p candle-shard --test "$name" --no-run --features candle-shard/nccl,test-utils/nccl
-done
+built nn test -p candle-shard --test nn --no-run --features candle-shard/nccl,test-utils/nccl
 # One card; processes exchange data through a folder.
 export SIM_GPUS=1 SIM_REPORT="$folder/dry/report" OUT="${OUT:-$folder/dry/out}" KILL_AFTER=8
 : >"$SIM_REPORT"
