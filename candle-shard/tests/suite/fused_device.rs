@@ -234,7 +234,8 @@ fn softmax_is_that_of_the_host() {
     }
     for (shape, mask) in [(&[2, 3, 4][..], &[4][..]), (&[2, 3, 4], &[3, 4]), (&[2, 3, 5, 6], &[2, 1, 5, 6])] {
         check("masked_softmax", &[shape], &|x| {
-            let hidden = |at: usize| if at < 4 || at.is_multiple_of(5) { f64::NEG_INFINITY } else { at as f64 * 0.3 };
+            let hidden =
+                |at: usize| if at < 4 || at.is_multiple_of(5) { f64::NEG_INFINITY } else { at as f64 * 0.3 };
             let mask =
                 Tensor::from_iter((0..mask.iter().product()).map(hidden), &Device::Cpu)?.reshape(mask)?;
             masked_softmax(&x[0], &mask.to_dtype(x[0].dtype())?, 0.7)
