@@ -27,7 +27,7 @@ const fn folder(path: &'static str, floors: &'static Floors) -> Folder {
 }
 
 const CANDLE_DIST_BASE: &[Folder] = &[
-    folder("", &["bits edges empty fresh reduce_op sums"]),
+    folder("", &["bits empty fresh reduce_op sums", "edges"]),
     folder("edges", &["slot", "kept value", "node", "apply"]),
 ];
 
@@ -51,7 +51,7 @@ const CANDLE_DIST: &[Folder] = &[
         "backend",
         &[
             "cuda element recent runs sink storage",
-            "fresh guards overwrite",
+            "fresh guards overwrite strips",
             "reduce regions started",
             "device outputs",
             "collective mod",
@@ -91,25 +91,25 @@ const CANDLE_DIST: &[Folder] = &[
     Folder {
         path: "backend/nccl",
         floors: &[
-            "compare devices errors marks plan values",
+            "abort compare ctas devices errors limit marks plan posts reduction values",
             "costs handle watch",
             "comm",
-            "lanes",
+            "lanes parked",
             "rank",
             "pools transfer",
-            "lane",
+            "lane launches",
             "backend",
             "mod",
         ],
-        // A communicator belongs to a rank, which aborts it.
-        up: &[("comm", "rank")],
+        // A communicator belongs to a rank, which aborts it or parks it; a message on its way belongs to one too.
+        up: &[("comm", "rank"), ("lanes", "rank"), ("parked", "rank")],
     },
     folder("call", &["cut dtypes op site", "collective", "mod"]),
     folder("comm", &["event", "scope trace", "counts log"]),
     Folder {
         path: "control",
         floors: &[
-            "departed ids limits",
+            "departed digests ids limits",
             "activity arguments signature",
             "message rounds terms",
             "hub watch",
@@ -170,10 +170,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
         ],
     ),
     folder("device_rows", &["launch", "cuda", "mod"]),
-    folder(
-        "fused",
-        &["call", "cuda emulated", "run", "adam_w cross_entropy function norm rope softmax", "mod"],
-    ),
+    folder("fused", &["call", "cuda emulated", "run", "adam_w cross_entropy function norm rope softmax"]),
     folder("function", &["mod", "formulas off_host", "apply"]),
     folder("linear_attention", &["sizes", "scan", "backward inputs", "composed", "mod"]),
     folder("product", &["matrix", "panels", "pairs", "pair_operand", "operands", "mod"]),
