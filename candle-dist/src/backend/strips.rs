@@ -34,13 +34,17 @@ pub(super) fn copy_rows<S: DeviceStorage>(
 impl RowCopy {
     /// Returns copies of at most so many elements, with no larger distances, that copy the same together.
     fn within(self, most: usize) -> SmallVec<[Self; 1]> {
-        let Self { rows, len, from, to } = self;
+        let Self { rows, len, mut from, mut to } = self;
         if rows == 0 || len == 0 {
             return SmallVec::new();
         }
+        if rows == 1 {
+            // A run has no distance to another one.
+            (from.1, to.1) = (len, len);
+        }
         let is_far = rows > 1 && from.1.max(to.1) > most;
         if !is_far && rows.checked_mul(len).is_some_and(|count| count <= most) {
-            return smallvec![self];
+            return smallvec![Self { rows, len, from, to }];
         }
         // Rows that are too long or too far from each other are copied one by one, and then they have no distance.
         let (height, width) = if is_far || len > most { (1, len.min(most)) } else { (most / len, len) };
