@@ -9,7 +9,7 @@
 //! After an elementwise op, candle's threads look for the next one for a third of a millisecond, and take cores from the other pool.
 //! `CANDLE_BARRIER_POOL_SPIN_LIMIT` ends that earlier, and is set with the other two.
 //!
-//! In builds for GPUs it also sets two variables that CUDA and NCCL read at their start ([`GPU`]).
+//! In builds for GPUs it also sets two variables that CUDA and NCCL read at their start (`CUDA_DEVICE_MAX_CONNECTIONS`, `NCCL_RUNTIME_CONNECT`).
 //!
 //! The environment may change only while no other thread can read it: [`settle`] changes it only if the process has a single
 //! thread, and the caller of [`settle_among_threads`] guarantees it.
