@@ -90,6 +90,11 @@ pub(super) const APART: &[Entry] = apart! {
         |x, n| x[0].layer_norm(&x[1], &x[2], 1e-1), plain::layer_norm(x, 1e-1);
     rms_norm, 1..=4, |_, s| call(vec![float(&s[s.len() - 1..])], vec![]),
         |x, n| x[0].rms_norm(&x[1], 1e-1), plain::rms_norm(x, 1e-1);
+    add_rms_norm, 1..=4, |_, s| call(vec![float(s), float(&s[s.len() - 1..])], vec![]),
+        |x, n| x[0].add_rms_norm(&x[1], &x[2], 1e-1).and_then(|[sum, normed]| sum.add(&normed)), {
+            let sum = (&x[0] + &x[1])?;
+            &sum + plain::rms_norm(&[sum.clone(), x[2].clone()], 1e-1)?
+        };
     linear, 1..=4, |d, s| {
         let outs = d.size();
         let bias = float(&[outs]);
