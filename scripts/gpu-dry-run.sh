@@ -21,8 +21,13 @@ built() {
 rm -rf "$folder/dry"
 mkdir -p "$folder/dry/programs" "$folder/dry/exchange"
 for name in gpu-check toy-transformer; do built "$name" build -p examples -p workspace-hack --bin "$name" --features examples/nccl; done
-built lm build -p lm -p workspace-hack --bin lm --features lm/nccl
-built nn test -p candle-shard --test nn --no-run --features candle-shard/nccl,test-utils/nccl
+# What no step needs is not built.
+needs() { [[ $# -lt 2 || ",$2," == *",$1,"* ]]; }
+steps=()
+[ "${1:-}" != --only ] || steps=("${2:-}")
+! needs decode ${steps[@]+"${steps[@]}"} || built lm build -p lm -p workspace-hack --bin lm --features lm/nccl
+! needs gradients ${steps[@]+"${steps[@]}"} ||
+  built nn test -p candle-shard --test nn --no-run --features candle-shard/nccl,test-utils/nccl
 # One card; processes exchange data through a folder.
 export SIM_GPUS=1 SIM_REPORT="$folder/dry/report" OUT="${OUT:-$folder/dry/out}" KILL_AFTER=8
 : >"$SIM_REPORT"
