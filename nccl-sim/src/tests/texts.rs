@@ -151,6 +151,7 @@ fn much_shared_memory_is_asked_for() {
 #[test]
 fn parameters_have_sizes_and_wrong_texts_a_log() {
     let _turn = TURN.lock();
+    use_gpu(0);
     let twice = function("twice");
     let size = |at: usize| {
         let (mut offset, mut size) = (0, 0);
