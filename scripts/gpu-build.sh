@@ -9,6 +9,7 @@
 # user's cache.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/test-binary.sh
 only=gpu-check,toy-transformer,lm,suite,nn,tables folder=target/gpu
 usage() { sed -n '4,9s/^# \{0,1\}//p' scripts/gpu-build.sh >&2; echo "error: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
@@ -59,12 +60,9 @@ rm -rf "$programs"
 mkdir -p "$programs" "$folder"
 # built NAME ARGUMENT..: calls cargo, and puts the program of this name into the folder.
 built() {
-  local name="$1" path
-  shift
-  path="$(cargo "$@" --release --locked --message-format json-render-diagnostics |
-    grep -o "\"executable\":\"[^\"]*/$name\(-[0-9a-f]*\)\?\"" | tail -n 1 | cut -d'"' -f4)"
-  [ -x "$path" ] || { echo "error: $name cannot be built" >&2; exit 1; }
-  strip -o "$programs/$name" "$path"
+  local path
+  path="$(executable "$@" --release)"
+  strip -o "$programs/$1" "$path"
 }
 for name in ${only//,/ }; do
   case "$name" in

@@ -8,18 +8,16 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/sim-build.sh
+. scripts/test-binary.sh
 
 # built NAME ARGUMENT..: calls cargo, and links the program of this name into the folder.
 built() {
-  local name="$1" path
-  shift
-  path="$(cargo "$@" --locked --quiet --message-format json-render-diagnostics |
-    grep -o "\"executable\":\"[^\"]*/$name\(-[0-9a-f]*\)\?\"" | tail -n 1 | cut -d'"' -f4)"
-  [ -x "$path" ] || { echo "error: $name cannot be built" >&2; exit 1; }
-  ln -sf "$path" "$folder/dry/programs/$name"
+  local path
+  path="$(executable "$@" --quiet)"
+  ln -sf "$path" "$folder/dry/programs/$1"
 }
 rm -rf "$folder/dry"
-mkdir -p "$folder/dry/programs" "$folder/dry/exchange"
+mkdir -p "$folder/dry/programs"
 for name in gpu-check toy-transformer; do built "$name" build -p examples -p workspace-hack --bin "$name" --features examples/nccl; done
 # What no step needs is not built.
 needs() { [[ $# -lt 2 || ",$2," == *",$1,"* ]]; }

@@ -81,8 +81,7 @@ done
 
 # program CRATE TEST: builds a test of the crate, and prints the path of the program.
 program() {
-  cargo test --locked --quiet -p "$1" --features "$1/nccl,test-utils/nccl" --test "$2" --no-run --message-format json-render-diagnostics |
-    grep -o "\"executable\":\"[^\"]*/$2-[^\"]*\"" | tail -n 1 | cut -d'"' -f4
+  executable "$2" test --quiet -p "$1" --features "$1/nccl,test-utils/nccl" --test "$2" --no-run
 }
 export CANDLE_TEST_BACKEND=nccl-sim
 [ -z "$shared" ] || export CANDLE_TEST_BACKEND=threads CANDLE_TEST_DEVICE=cuda

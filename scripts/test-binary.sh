@@ -7,3 +7,13 @@ binary_of() {
   done
   echo suite
 }
+
+# executable NAME ARGUMENT..: calls cargo, and prints the path of the program or test of this name that it has built.
+executable() {
+  local name="$1" path
+  shift
+  path="$(cargo "$@" --locked --message-format json-render-diagnostics |
+    grep -o "\"executable\":\"[^\"]*/$name\(-[0-9a-f]*\)\?\"" | tail -n 1 | cut -d'"' -f4)"
+  [ -x "$path" ] || { echo "error: $name cannot be built" >&2; return 1; }
+  echo "$path"
+}

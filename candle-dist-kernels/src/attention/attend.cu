@@ -133,14 +133,38 @@ struct Scores {
 
 __device__ __forceinline__ float sign_of(float factor) { return factor < 0.0f ? -1.0f : 1.0f; }
 
-// The keys from the first to the last that some of `rows` queries see, from whose ranges in shared memory.
-__device__ __forceinline__ int2 hull(const int2* ranges, int rows) {
+// Puts the ranges of `rows` queries of a block into shared memory, and returns the keys from the first to the last that some of them
+// see. All threads call it.
+__device__ __forceinline__ int2 share_ranges(const Attention& a, const u32* bounds, int batch, int first, int block, int rows, int2* ranges) {
+  __syncthreads();
+  if (threadIdx.x < rows) ranges[threadIdx.x] = seen(a, bounds, batch, first + threadIdx.x, block);
+  __syncthreads();
   int2 all = make_int2(0x7fffffff, 0);
   for (int row = 0; row < rows; row++) {
     const int2 range = ranges[row];
     if (range.x < range.y) all = make_int2(min(all.x, range.x), max(all.y, range.y));
   }
   return all;
+}
+
+// As above for the queries from `start` on; returns whether one of them sees one of `count` keys from `first` on.
+__device__ __forceinline__ bool share_ranges_over(const Attention& a, const u32* bounds, int batch, int start, int block, int rows, int first,
+                                                  int count, int2* ranges) {
+  __syncthreads();
+  bool any = false;
+  if (threadIdx.x < rows) {
+    const int2 range = seen(a, bounds, batch, start + threadIdx.x, block);
+    ranges[threadIdx.x] = range;
+    any = range.x < range.y && range.x < first + count && range.y > first;
+  }
+  return __syncthreads_or(any);
+}
+
+// Writes the norms of a row, and the logarithm of its sum where rows have one.
+__device__ __forceinline__ void store_norms(const Attention& a, const Scores& scores, long long row, float top, float sum, u8* out, float* norms) {
+  norms[2 * row] = top;
+  norms[2 * row + 1] = sum;
+  if (a.log_sums) ((float*)out)[row * (a.width + 1) + a.width] = sum == 0.0f ? -infinity() : top * scores.rest() + logf(sum);
 }
 
 // The result, and the norms of each row: its largest score, and the sum of the exponentials relative to it.
@@ -166,10 +190,7 @@ __device__ __forceinline__ void forward(const Attention& a, const E* q, const E*
 #pragma unroll
   for (int r = 0; r < ROWS; r++) top[r] = -infinity();
   for (int block = 0; block < a.blocks; block++) {
-    __syncthreads();
-    if (threadIdx.x < QUERIES) ranges[threadIdx.x] = seen(a, bounds, batch, first + threadIdx.x, block);
-    __syncthreads();
-    const int2 all = hull(ranges, QUERIES);
+    const int2 all = share_ranges(a, bounds, batch, first, block, QUERIES, ranges);
     for (int start = all.x / TILE_KEYS * TILE_KEYS; start < all.y; start += TILE_KEYS) {
       __syncthreads();
       load(k, a.k.row, start, a.keys, TILE_KEYS, a.dim, 1.0f, key_rows);
@@ -218,9 +239,7 @@ __device__ __forceinline__ void forward(const Attention& a, const E* q, const E*
     for (int c = 0; c < COLUMNS; c++) mixed[r][c] *= norm;
     if (tx || query >= a.queries) continue;
     const long long row = ((long long)batch * a.queries + query) * a.heads + head;
-    norms[2 * row] = top[r];
-    norms[2 * row + 1] = sum[r];
-    if (a.log_sums) ((float*)out)[row * columns + a.width] = sum[r] == 0.0f ? -infinity() : top[r] * scores.rest() + logf(sum[r]);
+    store_norms(a, scores, row, top[r], sum[r], out, norms);
   }
   const long long at = ((long long)batch * a.queries * a.heads + head) * columns, stride = (long long)a.heads * columns;
   if (a.is_wide) store(mixed, first, a.queries, a.width, stride, (float*)out + at);
@@ -274,14 +293,7 @@ __device__ __forceinline__ void of_keys(const Attention& a, const E* q, const E*
   for (int head = kv_head * group; head < (kv_head + 1) * group; head++)
     for (int block = 0; block < a.blocks; block++)
       for (int start = 0; start < a.queries; start += TILE_QUERIES) {
-        __syncthreads();
-        bool any = false;
-        if (threadIdx.x < TILE_QUERIES) {
-          const int2 range = seen(a, bounds, batch, start + threadIdx.x, block);
-          ranges[threadIdx.x] = range;
-          any = range.x < range.y && range.x < first + TILE_KEYS && range.y > first;
-        }
-        if (!__syncthreads_or(any)) continue;
+        if (!share_ranges_over(a, bounds, batch, start, block, TILE_QUERIES, first, TILE_KEYS, ranges)) continue;
         bool finite = load(q + batch * a.q.batch + head * a.q.head, a.q.row, start, a.queries, TILE_QUERIES, a.dim,
                            sign_of(a.factor), query_rows);
         const long long at = ((long long)batch * a.queries * a.heads + head) * columns, stride = (long long)a.heads * columns;
@@ -348,10 +360,7 @@ __device__ __forceinline__ void of_queries(const Attention& a, const E* q, const
     top[r] = norms[2 * row], sum[r] = norms[2 * row + 1], of_row[r] = inner[row];
   }
   for (int block = 0; block < a.blocks; block++) {
-    __syncthreads();
-    if (threadIdx.x < QUERIES) ranges[threadIdx.x] = seen(a, bounds, batch, first + threadIdx.x, block);
-    __syncthreads();
-    const int2 all = hull(ranges, QUERIES);
+    const int2 all = share_ranges(a, bounds, batch, first, block, QUERIES, ranges);
     for (int start = all.x / TILE_KEYS * TILE_KEYS; start < all.y; start += TILE_KEYS) {
       __syncthreads();
       const bool finite = load(k, a.k.row, start, a.keys, TILE_KEYS, a.dim, 1.0f, key_rows);

@@ -145,10 +145,7 @@ __device__ __forceinline__ void tensor_forward(const Attention& a, const E* q, c
   load_pairs<E, COLUMNS>(q, a.q.row, first, a.queries, QUERIES, a.dim, query_rows);
   float top[2] = {-infinity(), -infinity()}, sum[2] = {}, mixed[COLUMNS / 8][4] = {};
   for (int block = 0; block < a.blocks; block++) {
-    __syncthreads();
-    if (threadIdx.x < QUERIES) ranges[threadIdx.x] = seen(a, bounds, batch, first + threadIdx.x, block);
-    __syncthreads();
-    const int2 all = hull(ranges, QUERIES);
+    const int2 all = share_ranges(a, bounds, batch, first, block, QUERIES, ranges);
     for (int start = all.x / TILE_KEYS * TILE_KEYS; start < all.y; start += TILE_KEYS) {
       __syncthreads();
       load_pairs<E, COLUMNS>(k, a.k.row, start, a.keys, TILE_KEYS, a.dim, key_rows);
@@ -204,10 +201,7 @@ __device__ __forceinline__ void tensor_forward(const Attention& a, const E* q, c
     for (int n = 0; n < COLUMNS / 8; n++) mixed[n][2 * half] *= norm, mixed[n][2 * half + 1] *= norm;
     if (lane % 4 || query >= a.queries) continue;
     const long long at = ((long long)batch * a.queries + query) * a.heads + head;
-    norms[2 * at] = top[half];
-    norms[2 * at + 1] = sum[half];
-    if (a.log_sums)
-      ((float*)out)[at * columns + a.width] = sum[half] == 0.0f ? -infinity() : top[half] * scores.rest() + logf(sum[half]);
+    store_norms(a, scores, at, top[half], sum[half], out, norms);
   }
   const long long at = ((long long)batch * a.queries * a.heads + head) * columns, stride = (long long)a.heads * columns;
   if (a.is_wide) store_pairs<float, COLUMNS>(mixed, first + row, a.queries, a.width, stride, (float*)out + at);
@@ -238,14 +232,7 @@ __device__ __forceinline__ void tensor_of_keys(const Attention& a, const E* q, c
     const E* const of_grad = grad + ((long long)batch * a.queries * a.heads + head) * a.width;
     for (int block = 0; block < a.blocks; block++)
       for (int start = 0; start < a.queries; start += QUERIES) {
-        __syncthreads();
-        bool any = false;
-        if (threadIdx.x < QUERIES) {
-          const int2 range = seen(a, bounds, batch, start + threadIdx.x, block);
-          ranges[threadIdx.x] = range;
-          any = range.x < range.y && range.x < first + KEYS && range.y > first;
-        }
-        if (!__syncthreads_or(any)) continue;
+        if (!share_ranges_over(a, bounds, batch, start, block, QUERIES, first, KEYS, ranges)) continue;
         const bool finite = load_pairs<E, COLUMNS>(of_q, a.q.row, start, a.queries, QUERIES, a.dim, query_rows);
         const bool grads = load_pairs<E, COLUMNS>(of_grad, stride, start, a.queries, QUERIES, a.width, grad_rows);
         const bool is_whole = !__syncthreads_or(!finite || !grads);
@@ -314,10 +301,7 @@ __device__ __forceinline__ void tensor_of_queries(const Attention& a, const E* q
     top[half] = norms[2 * at], sum[half] = norms[2 * at + 1], of_row[half] = inner[at];
   }
   for (int block = 0; block < a.blocks; block++) {
-    __syncthreads();
-    if (threadIdx.x < QUERIES) ranges[threadIdx.x] = seen(a, bounds, batch, first + threadIdx.x, block);
-    __syncthreads();
-    const int2 all = hull(ranges, QUERIES);
+    const int2 all = share_ranges(a, bounds, batch, first, block, QUERIES, ranges);
     for (int start = all.x / TILE_KEYS * TILE_KEYS; start < all.y; start += TILE_KEYS) {
       __syncthreads();
       const bool finite = load_pairs<E, COLUMNS>(k, a.k.row, start, a.keys, TILE_KEYS, a.dim, key_rows);
