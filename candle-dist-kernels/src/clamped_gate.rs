@@ -4,7 +4,7 @@ use candle_dist_base::{edges, empty};
 use super::float_op::{FloatNode, FloatOp};
 use super::function::{Function, logistic, weighted};
 use super::silu_gate::zip;
-use super::{TensorReader, check_dtype, compute_dtype, fused, real::Real};
+use super::{check_dtype, compute_dtype, fused, real::Real};
 
 /// The gated activation of gpt-oss, `g · sigmoid(alpha · g) · (u + 1)`, where `g` is `x` and at most `limit`, and `u` is `gate` from
 /// `-limit` to `limit`. `alpha` is positive.
@@ -21,7 +21,7 @@ use super::{TensorReader, check_dtype, compute_dtype, fused, real::Real};
 /// # }
 /// ```
 pub fn clamped_gate(x: &Tensor, gate: &Tensor, alpha: f64, limit: f64) -> Result<Tensor> {
-    let dtype = compute_dtype("clamped_gate", x)?;
+    compute_dtype("clamped_gate", x)?;
     check_dtype("clamped_gate", x, gate)?;
     if x.dims() != gate.dims() {
         let (lhs, rhs) = (x.shape().clone(), gate.shape().clone());
@@ -33,8 +33,7 @@ pub fn clamped_gate(x: &Tensor, gate: &Tensor, alpha: f64, limit: f64) -> Result
     if !x.device().is_cpu() {
         return composed(x, gate, alpha, limit);
     }
-    let [x_, gate] = [x, gate].map(|t| edges::to_dtype(t, dtype)?.contiguous());
-    edges::to_dtype(&edges::apply2(&x_?, &gate?, FloatNode(ClampedGate { alpha, limit }))?, x.dtype())
+    edges::apply2(&x.contiguous()?, &gate.contiguous()?, FloatNode(ClampedGate { alpha, limit }))
 }
 
 fn composed(x: &Tensor, gate: &Tensor, alpha: f64, limit: f64) -> Result<Tensor> {
@@ -75,17 +74,19 @@ impl FloatOp<2> for ClampedGate {
         Ok((out, shapes[0].clone()))
     }
 
-    /// Returns the gradients of `x` and `gate`, each only if it is tracked.
-    fn backward<T: Real>(&self, [x, gate]: [&Tensor; 2], grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
+    fn backward<T: Real>(
+        &self,
+        [x, gate]: [&[T]; 2],
+        _: [&Shape; 2],
+        [for_x, for_gate]: [bool; 2],
+        grad: &[T],
+    ) -> Result<[Option<Vec<T>>; 2]> {
         let [alpha, limit, low] = [self.alpha, self.limit, -self.limit].map(T::from_f64);
-        let (for_x, for_gate) = (x.track_op(), gate.track_op());
-        let [x, gate, grad] = [x, gate, grad].map(TensorReader::new);
-        let (xs, ws, gs) = (x.elements::<T>()?, gate.elements::<T>()?, grad.elements::<T>()?);
         let slope = || {
-            x.like(zip(
-                xs,
-                ws,
-                gs,
+            zip(
+                x,
+                gate,
+                grad,
                 #[inline(always)]
                 |x, gate, grad| {
                     if x > limit {
@@ -97,13 +98,13 @@ impl FloatOp<2> for ClampedGate {
                     let slope = share + weighted(alpha * x, share) * rest;
                     slope * (gate + T::one()) * grad
                 },
-            ))
+            )
         };
         let value = || {
-            gate.like(zip(
-                xs,
-                ws,
-                gs,
+            zip(
+                x,
+                gate,
+                grad,
                 #[inline(always)]
                 |x, gate, grad| {
                     if gate > limit || gate < low {
@@ -112,9 +113,9 @@ impl FloatOp<2> for ClampedGate {
                     let x = at_most(x, limit);
                     grad * weighted(x, logistic(alpha * x).0)
                 },
-            ))
+            )
         };
-        Ok([for_x.then(slope).transpose()?, for_gate.then(value).transpose()?])
+        Ok([for_x.then(slope), for_gate.then(value)])
     }
 }
 

@@ -1,6 +1,13 @@
 //! Conversions between dtypes.
-use candle_core::{DType, Device, Result, Tensor, bail};
-use candle_dist_base::{edges, empty};
+use candle_core::backend::BackendStorage;
+use candle_core::{
+    CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor, WithDType, bail,
+};
+use candle_dist_base::{Fresh, edges, empty};
+use half::{bf16, f16};
+
+use super::element::Element;
+use super::rows::new_by_blocks;
 
 /// Returns whether candle converts tensors on a device from one dtype to the other.
 ///
@@ -27,8 +34,74 @@ pub fn convert(x: &Tensor, dtype: DType) -> Result<Tensor> {
     match (x.dtype(), dtype) {
         (DType::F8E4M3, DType::F64) => x.to_dtype(DType::F32)?.to_dtype(DType::F64),
         (DType::F64, DType::F8E4M3) if x.track_op() => x.to_dtype(DType::F32)?.to_dtype(DType::F8E4M3),
-        _ => empty::compute(x, |x| edges::to_dtype(x, dtype)),
+        _ => empty::compute(x, |x| to_dtype(x, dtype)),
     }
+}
+
+/// Like [`Tensor::to_dtype`], on all threads. The node of the result does not hold `x`.
+pub(super) fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    let from = x.dtype();
+    // candle launches a kernel without blocks for no elements.
+    let is_nothing = x.elem_count() == 0 && !x.device().is_cpu();
+    if from == dtype || is_nothing {
+        return x.to_dtype(dtype);
+    }
+    if !edges::has_ticket(&[x]) {
+        return match x.device().is_cpu() && !x.track_op() {
+            true => x.apply_op1_no_bwd(&Conversion(dtype)),
+            false => x.to_dtype(dtype),
+        };
+    }
+    let storage = {
+        let (s, l) = x.storage_and_layout();
+        match &*s {
+            Storage::Cpu(s) => Storage::Cpu(converted(s, l, dtype)?),
+            Storage::Cuda(s) => Storage::Cuda(s.to_dtype(l, dtype)?),
+            Storage::Metal(_) => bail!("to_dtype: expected a tensor on the CPU or on a CUDA device"),
+        }
+    };
+    let made = Fresh { storage, shape: x.shape().clone() };
+    edges::record("to_dtype", &[x], made, move |grad| Ok([Some(to_dtype(grad, from)?), None, None]))
+}
+
+/// The conversion to a dtype, without a gradient.
+struct Conversion(DType);
+
+impl CustomOp1 for Conversion {
+    fn name(&self) -> &'static str {
+        "to_dtype"
+    }
+
+    fn cpu_fwd(&self, s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((converted(s, l, self.0)?, l.shape().clone()))
+    }
+}
+
+/// Returns the elements in another dtype, contiguous: by this rank's threads between f32 and 16 bits, else by candle.
+pub(super) fn converted(storage: &CpuStorage, layout: &Layout, dtype: DType) -> Result<CpuStorage> {
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        return storage.to_dtype(layout, dtype);
+    };
+    match (storage, dtype) {
+        (CpuStorage::F32(from), DType::BF16) => Ok(stored(&from[start..end], <bf16 as Element>::store)),
+        (CpuStorage::F32(from), DType::F16) => Ok(stored(&from[start..end], <f16 as Element>::store)),
+        (CpuStorage::BF16(from), DType::F32) => Ok(stored(&from[start..end], Element::load)),
+        (CpuStorage::F16(from), DType::F32) => Ok(stored(&from[start..end], Element::load)),
+        _ => storage.to_dtype(layout, dtype),
+    }
+}
+
+fn stored<A: Copy + Sync, B: WithDType>(from: &[A], convert: impl Fn(A) -> B + Sync) -> CpuStorage {
+    let (out, _) = new_by_blocks(
+        from.len(),
+        1,
+        1,
+        #[inline(always)]
+        |first, out: &mut [B]| {
+            out.iter_mut().zip(&from[first..]).for_each(|(out, &from)| *out = convert(from))
+        },
+    );
+    B::to_cpu_storage_owned(out)
 }
 
 #[cfg(test)]

@@ -2,7 +2,9 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Error, Layout, Result, S
 use candle_dist_base::{ReduceOp, edges, empty};
 
 use super::{
-    TensorReader, compute_dtype, elements,
+    TensorReader, compute_dtype,
+    convert::to_dtype,
+    elements,
     fused::{
         self,
         cross_entropy::{JoinPieces, LossWeights},
@@ -55,7 +57,7 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
         targets.to_dtype(DType::I64)?.to_vec1()?.into_iter().enumerate().map(goal).collect::<Result<_>>()?;
     let goals = Goals { rows, spread: Vec::new(), spread_total: 0.0 };
     weighted_cross_entropy(logits, goals, &|t, _| Ok(t.clone()))
-        .and_then(|loss| edges::to_dtype(&loss, logits.dtype()))
+        .and_then(|loss| to_dtype(&loss, logits.dtype()))
 }
 
 /// The weights in the loss of one row.
@@ -95,7 +97,7 @@ pub fn weighted_cross_entropy(logits: &Tensor, goals: Goals, join: &JoinPieces<'
         };
         return fused::cross_entropy::weighted(logits, &weights, join);
     }
-    let x = empty::compute(logits, |logits| edges::to_dtype(logits, dtype))?.contiguous()?;
+    let x = empty::compute(logits, |logits| to_dtype(logits, dtype))?.contiguous()?;
     if !x.device().is_cpu() {
         return composed(&x, &goals, join);
     }

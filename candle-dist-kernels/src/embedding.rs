@@ -3,6 +3,7 @@ use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, 
 use candle_dist_base::{edges, empty};
 use std::sync::Arc;
 
+use super::convert::to_dtype;
 use super::element::{Element, with_element};
 use super::embedding_off_host::rows_or;
 use super::prefetch::Prefetch;
@@ -84,7 +85,7 @@ impl EmbeddingOp {
                 *sum += grad.load();
             }
         }
-        Tensor::from_vec(sums, (rows, width), &Device::Cpu)?.to_dtype(table.dtype())
+        to_dtype(&Tensor::from_vec(sums, (rows, width), &Device::Cpu)?, table.dtype())
     }
 }
 

@@ -1,8 +1,8 @@
 use candle_core::{D, Result, Tensor, bail};
-use candle_dist_base::{edges, empty};
+use candle_dist_base::empty;
 
 use super::attention::{AttentionSizes, KeyBlock, Scale, Visible, attend, attend_off_host};
-use super::{check_dtype, compute_dtype};
+use super::{check_dtype, compute_dtype, convert::to_dtype};
 
 /// Attention: `softmax(query · keyᵀ · scale) · value` for each head, without the score matrix in memory.
 ///
@@ -69,7 +69,7 @@ pub fn flash_attn_of_blocks(
         return attend_off_host([query, key, value], scale, &blocks, log_sums);
     }
     let made = attend([query, key, value], scale, blocks, log_sums)?;
-    edges::to_dtype(&made, if log_sums { dtype } else { query.dtype() })
+    to_dtype(&made, if log_sums { dtype } else { query.dtype() })
 }
 
 #[cfg(test)]

@@ -1,9 +1,13 @@
-//! Ops of two or three inputs that compute in f32 or in f64.
-use super::elements;
+//! Ops of one to three inputs that compute in f32 or in f64.
+use super::convert::{converted, to_dtype};
 use super::real::Real;
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor};
+use super::{TensorReader, cpu, elements};
+use candle_core::backend::BackendStorage;
+use candle_core::{
+    CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Tensor,
+};
 
-/// An op on contiguous CPU tensors of one dtype, f32 or f64.
+/// An op on contiguous CPU tensors of one dtype.
 pub(super) trait FloatOp<const N: usize>: Send + Sync + 'static {
     /// The name, for errors.
     const NAME: &'static str;
@@ -11,12 +15,44 @@ pub(super) trait FloatOp<const N: usize>: Send + Sync + 'static {
     /// Returns the elements of the result, and its shape.
     fn forward<T: Real>(&self, inputs: [&[T]; N], shapes: [&Shape; N]) -> Result<(Vec<T>, Shape)>;
 
-    /// Returns the gradients of the inputs from that of the result, which is contiguous.
-    fn backward<T: Real>(&self, inputs: [&Tensor; N], grad: &Tensor) -> Result<[Option<Tensor>; N]>;
+    /// Returns the gradients of the inputs from that of the result. An input that is not tracked needs none.
+    fn backward<T: Real>(
+        &self,
+        inputs: [&[T]; N],
+        shapes: [&Shape; N],
+        is_tracked: [bool; N],
+        grad: &[T],
+    ) -> Result<[Option<Vec<T>>; N]>;
 }
 
-/// An op for `edges::apply2` and `edges::apply3`.
+/// An op for `edges::apply1` to `edges::apply3`. Inputs of 16 bits are widened for each pass, so that the graph keeps 16 bits.
 pub(super) struct FloatNode<O>(pub(super) O);
+
+/// An operand in the dtype of a computation, if it has another one itself.
+struct Widened(Option<CpuStorage>);
+
+impl Widened {
+    fn new<T: Real>(storage: &CpuStorage, layout: &Layout) -> Result<Self> {
+        match T::cpu_storage_as_slice(storage) {
+            Ok(_) => Ok(Self(None)),
+            Err(_) => converted(storage, layout, T::DTYPE).map(|wide| Self(Some(wide))),
+        }
+    }
+
+    /// The elements, where `storage` is the operand itself.
+    fn elements<'a, T: Real>(&'a self, storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
+        match &self.0 {
+            Some(wide) => T::cpu_storage_as_slice(wide),
+            None => elements(storage, layout),
+        }
+    }
+}
+
+/// Returns `f` of each item, or the first error.
+fn try_each<A, B, const N: usize>(items: [A; N], f: impl FnMut(A) -> Result<B>) -> Result<[B; N]> {
+    let made: Vec<B> = items.into_iter().map(f).collect::<Result<_>>()?;
+    made.try_into().map_err(|_| candle_core::Error::Msg("an op of another number of inputs".into()))
+}
 
 impl<O> FloatNode<O> {
     fn forward<const N: usize>(&self, inputs: [(&CpuStorage, &Layout); N]) -> Result<(CpuStorage, Shape)>
@@ -36,12 +72,17 @@ impl<O> FloatNode<O> {
     where
         O: FloatOp<N>,
     {
+        let wide = try_each(inputs, |(storage, layout)| Widened::new::<T>(storage, layout))?;
         let mut slices = [&[][..]; N];
-        for (slice, (storage, layout)) in slices.iter_mut().zip(inputs) {
-            *slice = elements(storage, layout)?;
+        for ((slice, wide), (storage, layout)) in slices.iter_mut().zip(&wide).zip(inputs) {
+            *slice = wide.elements(storage, layout)?;
         }
         let (out, shape) = self.0.forward::<T>(slices, inputs.map(|(_, layout)| layout.shape()))?;
-        Ok((T::to_cpu_storage_owned(out), shape))
+        let (out, dtype) = (T::to_cpu_storage_owned(out), inputs[0].0.dtype());
+        match dtype == T::DTYPE {
+            true => Ok((out, shape)),
+            false => Ok((converted(&out, &Layout::contiguous(&shape), dtype)?, shape)),
+        }
     }
 
     fn backward<const N: usize>(&self, inputs: [&Tensor; N], grad: &Tensor) -> Result<[Option<Tensor>; N]>
@@ -50,9 +91,51 @@ impl<O> FloatNode<O> {
     {
         let grad = grad.contiguous()?;
         match inputs[0].dtype() {
-            DType::F64 => self.0.backward::<f64>(inputs, &grad),
-            _ => self.0.backward::<f32>(inputs, &grad),
+            DType::F64 => self.backward_in::<f64, N>(inputs, &grad),
+            _ => self.backward_in::<f32, N>(inputs, &grad),
         }
+    }
+
+    fn backward_in<T: Real, const N: usize>(
+        &self,
+        inputs: [&Tensor; N],
+        grad: &Tensor,
+    ) -> Result<[Option<Tensor>; N]>
+    where
+        O: FloatOp<N>,
+    {
+        let widened = |reader: &TensorReader<'_>| Widened::new::<T>(cpu(&reader.storage)?, reader.layout);
+        let readers = inputs.map(TensorReader::new);
+        let wide = try_each(readers.each_ref(), widened)?;
+        let mut slices = [&[][..]; N];
+        for ((slice, wide), reader) in slices.iter_mut().zip(&wide).zip(&readers) {
+            *slice = wide.elements(cpu(&reader.storage)?, reader.layout)?;
+        }
+        let reader = TensorReader::new(grad);
+        let wide_grad = widened(&reader)?;
+        let grad = wide_grad.elements::<T>(cpu(&reader.storage)?, reader.layout)?;
+        let (shapes, is_tracked) = (inputs.map(Tensor::shape), inputs.map(Tensor::track_op));
+        let mut at = 0;
+        try_each(self.0.backward::<T>(slices, shapes, is_tracked, grad)?, |made| {
+            let input = inputs[at];
+            at += 1;
+            made.map(|made| to_dtype(&Tensor::from_vec(made, input.shape(), &Device::Cpu)?, input.dtype()))
+                .transpose()
+        })
+    }
+}
+
+impl<O: FloatOp<1>> CustomOp1 for FloatNode<O> {
+    fn name(&self) -> &'static str {
+        O::NAME
+    }
+
+    fn cpu_fwd(&self, s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.forward([(s, l)])
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        self.backward([x], grad).map(|[grad]| grad)
     }
 }
 

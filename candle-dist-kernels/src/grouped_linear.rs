@@ -5,8 +5,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::{
-    DeferredGradient, WeightSink, compute_dtype, cpu,
+    DeferredGradient, WeightSink, compute_dtype,
+    convert::to_dtype,
+    cpu,
     linear::{forward, narrow},
+    parallel::{self, busiest},
     product::product,
     real::Real,
     weight_sink,
@@ -89,46 +92,64 @@ fn weight_of(layout: &Layout, group: usize) -> Layout {
     Layout::new(Shape::from((m, k)), vec![k, 1], layout.start_offset() + group * m * k)
 }
 
-/// The products of all groups, one after the other.
+/// A group with rows, its rows, and the memory of its product.
+type GroupPart<'a, T> = (usize, Range<usize>, &'a mut [T]);
+
+/// The parts of a result that has a row of `width` elements for each row of the input.
+fn parts_of_rows<'a, T>(counts: &[usize], mut out: &'a mut [T], width: usize) -> Vec<GroupPart<'a, T>> {
+    let part = |(group, rows): (usize, Range<usize>)| {
+        let part = out.split_off_mut(..rows.len() * width).unwrap_or_default();
+        (group, rows, part)
+    };
+    groups(counts).map(part).collect()
+}
+
+/// Computes the product of each group: one thread each where that cuts the work evenly, else one after the other. A row costs
+/// `row_cost` multiplications.
+fn compute_all<T: Real>(
+    parts: Vec<GroupPart<'_, T>>,
+    row_cost: usize,
+    compute: impl Fn(usize, &Range<usize>) -> Result<CpuStorage> + Sync,
+) -> Result<()> {
+    let costs: Vec<usize> = parts.iter().map(|(_, rows, _)| rows.len()).collect();
+    let (threads, all) = (parallel::threads(), costs.iter().sum::<usize>());
+    // At most an eighth of the time is lost to threads that wait for the last group.
+    let is_even = busiest(&costs, threads) * threads <= all + all / 8;
+    let compute_one = |(group, rows, out): GroupPart<'_, T>| {
+        out.copy_from_slice(T::cpu_storage_as_slice(&compute(group, &rows)?)?);
+        Ok(())
+    };
+    if threads > 1 && is_even && all * row_cost >= parallel::PRODUCT {
+        let made = parallel::map(true, parts.into_iter(), |_, part| parallel::alone(|| compute_one(part)));
+        return made.into_iter().collect();
+    }
+    parts.into_iter().try_for_each(compute_one)
+}
+
 fn forward_all<T: Real>(
     counts: &[usize],
     [x, weight]: [&CpuStorage; 2],
     [x_l, weight_l]: [&Layout; 2],
     is_tracked: bool,
 ) -> Result<CpuStorage> {
-    let mut out: Vec<T> = Vec::with_capacity(x_l.dims()[0] * weight_l.dims()[1]);
-    for (group, rows) in groups(counts) {
-        let (x_l, weight_l) = (rows_of(x_l, &rows), weight_of(weight_l, group));
-        let (made, _) = forward((x, &x_l), (weight, &weight_l), is_tracked)?;
-        out.extend_from_slice(T::cpu_storage_as_slice(&made)?);
-    }
+    let (m, k) = (weight_l.dims()[1], weight_l.dims()[2]);
+    let mut out = vec![T::zero(); x_l.dims()[0] * m];
+    compute_all(parts_of_rows(counts, &mut out, m), m * k, |group, rows| {
+        let (x_l, weight_l) = (rows_of(x_l, rows), weight_of(weight_l, group));
+        Ok(forward((x, &x_l), (weight, &weight_l), is_tracked)?.0)
+    })?;
     Ok(T::to_cpu_storage_owned(out))
-}
-
-/// Calls `take` with the product of each group of two contiguous operands, in the compute type.
-fn by_group<T: Real>(
-    counts: &[usize],
-    [a, b]: [&Tensor; 2],
-    layouts: impl Fn(usize, &Range<usize>) -> [Layout; 2],
-    mut take: impl FnMut(usize, &[T]),
-    swap: [bool; 2],
-) -> Result<()> {
-    let [a_s, b_s] = [a, b].map(|t| t.storage_and_layout().0);
-    for (group, rows) in groups(counts) {
-        let [a_l, b_l] = layouts(group, &rows);
-        let turned = |layout: Layout, swap: bool| if swap { layout.transpose(0, 1) } else { Ok(layout) };
-        let made = product(cpu(&a_s)?, &turned(a_l, swap[0])?, cpu(&b_s)?, &turned(b_l, swap[1])?)?;
-        take(group, T::cpu_storage_as_slice(&made)?);
-    }
-    Ok(())
 }
 
 /// The gradient of the rows.
 fn gradient_of_rows<T: Real>(counts: &[usize], x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<Tensor> {
-    let mut out: Vec<T> = Vec::with_capacity(x.elem_count());
-    let layouts =
-        |group: usize, rows: &Range<usize>| [rows_of(grad.layout(), rows), weight_of(weight.layout(), group)];
-    by_group(counts, [grad, weight], layouts, |_, made| out.extend_from_slice(made), [false, false])?;
+    let (m, k) = (weight.dim(1)?, weight.dim(2)?);
+    let mut out = vec![T::zero(); x.elem_count()];
+    let [(grad_s, grad_l), (weight_s, weight_l)] = [grad, weight].map(Tensor::storage_and_layout);
+    let (grad_s, weight_s) = (cpu(&grad_s)?, cpu(&weight_s)?);
+    compute_all(parts_of_rows(counts, &mut out, k), m * k, |group, rows| {
+        product(grad_s, &rows_of(grad_l, rows), weight_s, &weight_of(weight_l, group))
+    })?;
     tensor(out, x)
 }
 
@@ -141,14 +162,19 @@ fn gradient_of_weights<T: Real>(
 ) -> Result<Tensor> {
     let (_, m, k) = weight.dims3()?;
     let mut out = vec![T::zero(); weight.elem_count()];
-    let layouts = |_: usize, rows: &Range<usize>| [rows_of(grad.layout(), rows), rows_of(x.layout(), rows)];
-    let take = |group: usize, made: &[T]| out[group * m * k..][..m * k].copy_from_slice(made);
-    by_group(counts, [grad, x], layouts, take, [true, false])?;
+    let mut of_groups: Vec<_> = out.chunks_mut((m * k).max(1)).map(Some).collect();
+    let mut part = |group: usize| of_groups.get_mut(group).and_then(Option::take).unwrap_or_default();
+    let parts = groups(counts).map(|(group, rows)| (group, rows, part(group))).collect();
+    let [(grad_s, grad_l), (x_s, x_l)] = [grad, x].map(Tensor::storage_and_layout);
+    let (grad_s, x_s) = (cpu(&grad_s)?, cpu(&x_s)?);
+    compute_all(parts, m * k, |_, rows| {
+        product(grad_s, &rows_of(grad_l, rows).transpose(0, 1)?, x_s, &rows_of(x_l, rows))
+    })?;
     tensor(out, weight)
 }
 
 fn tensor<T: Real>(data: Vec<T>, like: &Tensor) -> Result<Tensor> {
-    Tensor::from_vec(data, like.shape(), like.device())?.to_dtype(like.dtype())
+    to_dtype(&Tensor::from_vec(data, like.shape(), like.device())?, like.dtype())
 }
 
 /// Calls a function for the compute type of an operand.

@@ -1,8 +1,8 @@
-use candle_core::{D, Device, Result, Shape, Tensor};
+use candle_core::{D, Result, Shape, Tensor};
 use candle_dist_base::{edges, empty};
 
 use super::{
-    TensorReader, check_vector, compute_dtype,
+    check_vector, compute_dtype,
     float_op::{FloatNode, FloatOp},
     fused,
     real::Real,
@@ -26,7 +26,7 @@ use super::{
 /// # }
 /// ```
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
-    let dtype = compute_dtype("layer_norm", x)?;
+    compute_dtype("layer_norm", x)?;
     let len = x.dim(D::Minus1)?;
     check_vector("layer_norm", x, "weight", weight, len)?;
     check_vector("layer_norm", x, "bias", bias, len)?;
@@ -36,8 +36,8 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     if !x.device().is_cpu() {
         return composed(x, weight, bias, eps);
     }
-    let [x_, weight, bias] = [x, weight, bias].map(|t| edges::to_dtype(t, dtype)?.contiguous());
-    edges::to_dtype(&edges::apply3(&x_?, &weight?, &bias?, FloatNode(LayerNormOp { eps }))?, x.dtype())
+    let [x, weight, bias] = [x, weight, bias].map(Tensor::contiguous);
+    edges::apply3(&x?, &weight?, &bias?, FloatNode(LayerNormOp { eps }))
 }
 
 /// The same from candle's operations. candle-nn's `layer_norm_slow` rounds `eps` to f32, and rounds before the weight.
@@ -90,9 +90,13 @@ impl FloatOp<3> for LayerNormOp {
         Ok((out, shapes[0].clone()))
     }
 
-    fn backward<T: Real>(&self, [x, weight, _]: [&Tensor; 3], grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let (x, weight, grad) = (TensorReader::new(x), TensorReader::new(weight), TensorReader::new(grad));
-        let (xs, ws, gs) = (x.elements::<T>()?, weight.elements::<T>()?, grad.elements::<T>()?);
+    fn backward<T: Real>(
+        &self,
+        [xs, ws, _]: [&[T]; 3],
+        _: [&Shape; 3],
+        _: [bool; 3],
+        gs: &[T],
+    ) -> Result<[Option<Vec<T>>; 3]> {
         let len = ws.len();
         let count = T::from_f64(len as f64);
         let (dx, parts) = new_by_blocks(
@@ -126,12 +130,8 @@ impl FloatOp<3> for LayerNormOp {
         for part in parts {
             add_assign(&mut sums, &part);
         }
-        let (dw, db) = sums.split_at(len);
-        Ok([
-            Some(x.like(dx)?),
-            Some(Tensor::from_slice(dw, len, &Device::Cpu)?),
-            Some(Tensor::from_slice(db, len, &Device::Cpu)?),
-        ])
+        let db = sums.split_off(len);
+        Ok([Some(dx), Some(sums), Some(db)])
     }
 }
 

@@ -11,7 +11,9 @@ use candle_core::{
 use candle_dist_base::{edges, empty};
 
 use super::{
-    DeferredGradient, TensorReader, WeightSink, check_vector, compute_dtype, cpu, elements,
+    DeferredGradient, TensorReader, WeightSink, check_vector, compute_dtype,
+    convert::{converted, to_dtype},
+    cpu, elements,
     few_rows::{self, has_rows, is_few},
     product::{product, rounded_product},
     real::Real,
@@ -199,7 +201,7 @@ fn out_shape(x: &Layout, weight: &Layout) -> Vec<usize> {
 fn wide<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<(Cow<'a, CpuStorage>, Layout)> {
     Ok(match storage.dtype() {
         DType::F16 | DType::BF16 => {
-            (Cow::Owned(storage.to_dtype(layout, DType::F32)?), Layout::contiguous(layout.shape()))
+            (Cow::Owned(converted(storage, layout, DType::F32)?), Layout::contiguous(layout.shape()))
         }
         _ => (Cow::Borrowed(storage), layout.clone()),
     })
@@ -207,7 +209,11 @@ fn wide<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<(Cow<'a, CpuStor
 
 /// Converts a dense result to the dtype of the operands.
 pub(super) fn narrow(storage: CpuStorage, shape: &Shape, dtype: DType) -> Result<CpuStorage> {
-    if storage.dtype() == dtype { Ok(storage) } else { storage.to_dtype(&Layout::contiguous(shape), dtype) }
+    if storage.dtype() == dtype {
+        Ok(storage)
+    } else {
+        converted(&storage, &Layout::contiguous(shape), dtype)
+    }
 }
 
 /// Computes the map without a bias, in the compute dtype.
@@ -408,7 +414,7 @@ impl CustomOp3 for LinearOp {
         let (dx, dw) = self.backward(x, w, &grad)?;
         let db = match grad.dtype() {
             DType::F64 => column_sums::<f64>(&grad, bias.shape())?,
-            _ => column_sums::<f32>(&grad.to_dtype(DType::F32)?, bias.shape())?.to_dtype(bias.dtype())?,
+            _ => column_sums::<f32>(&to_dtype(&grad, DType::F32)?, bias.shape())?.to_dtype(bias.dtype())?,
         };
         Ok((dx, dw, edges::keep(bias, db)?))
     }

@@ -1,4 +1,4 @@
-use super::{TensorReader, compute_dtype, elements, real::Real, rows::new_by_blocks};
+use super::{TensorReader, compute_dtype, convert::to_dtype, elements, real::Real, rows::new_by_blocks};
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor};
 use candle_dist_base::edges;
 
@@ -18,12 +18,12 @@ use candle_dist_base::edges;
 pub fn logcumsumexp(x: &Tensor) -> Result<Tensor> {
     let dtype = compute_dtype("logcumsumexp", x)?;
     x.dim(D::Minus1)?;
-    let wide = edges::to_dtype(x, dtype)?.contiguous()?;
+    let wide = to_dtype(x, dtype)?.contiguous()?;
     let made = match x.device().is_cpu() {
         true => edges::apply1(&wide, LogCumSumExp)?,
         false => composed(&wide)?,
     };
-    edges::to_dtype(&made, x.dtype())
+    to_dtype(&made, x.dtype())
 }
 
 /// The same by candle's operations, in a number of steps that is the logarithm of the length.

@@ -2,7 +2,9 @@ use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Result, Shape, Tensor
 use candle_dist_base::{edges, empty};
 
 use super::{
-    TensorReader, check_dtype, compute_dtype, elements, fused,
+    TensorReader, check_dtype, compute_dtype,
+    convert::to_dtype,
+    elements, fused,
     real::Real,
     rows::{max, new_by_blocks},
     softmax::{soften_backward, soften_from},
@@ -39,8 +41,8 @@ pub fn masked_softmax(x: &Tensor, mask: &Tensor, scale: f64) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return composed(x, mask, scale);
     }
-    let [x_, mask] = [x, mask].map(|t| edges::to_dtype(t, dtype)?.contiguous());
-    edges::to_dtype(&edges::apply2(&x_?, &mask?, MaskedSoftmax { scale, rows })?, x.dtype())
+    let [x_, mask] = [x, mask].map(|t| to_dtype(t, dtype)?.contiguous());
+    to_dtype(&edges::apply2(&x_?, &mask?, MaskedSoftmax { scale, rows })?, x.dtype())
 }
 
 /// Returns the row of the mask for each row of the scores.

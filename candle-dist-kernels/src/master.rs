@@ -2,12 +2,14 @@
 use candle_core::{DType, Result, Tensor, Var, bail};
 use candle_dist_base::{empty, sum_dtype};
 
+use super::convert::to_dtype;
+
 /// Returns a 32-bit copy of a 16-bit variable; `None` for wider ones.
 pub fn master_of(var: &Var) -> Result<Option<Var>> {
     match var.dtype() {
         DType::F16 | DType::BF16 => {
             Ok(Some(Var::from_tensor(&empty::compute(&var.as_detached_tensor(), |var| {
-                var.to_dtype(DType::F32)
+                to_dtype(var, DType::F32)
             })?)?))
         }
         _ => Ok(None),
@@ -49,9 +51,9 @@ pub fn on_master(
     }
     let stepped = master.unwrap_or(var);
     // Detached, because state that is kept would keep the graph alive.
-    step(stepped, &grad.detach().to_dtype(sum_dtype(stepped.dtype()))?.contiguous()?)?;
+    step(stepped, &to_dtype(&grad.detach(), sum_dtype(stepped.dtype()))?.contiguous()?)?;
     match master {
-        Some(master) => var.set(&master.as_detached_tensor().to_dtype(var.dtype())?),
+        Some(master) => var.set(&to_dtype(&master.as_detached_tensor(), var.dtype())?),
         None => Ok(()),
     }
 }
@@ -59,7 +61,7 @@ pub fn on_master(
 /// Copies elements to `master` that were written to `var` from outside since `var` was rounded from `master`.
 fn follow(master: &Var, var: &Var) -> Result<()> {
     let (master_now, var_now) = (master.as_detached_tensor(), var.as_detached_tensor());
-    let is_other = master_now.to_dtype(var.dtype())?.ne(&var_now)?;
+    let is_other = to_dtype(&master_now, var.dtype())?.ne(&var_now)?;
     // The host would wait for another device to know whether there is one.
     if var.device().is_cpu() && is_other.to_dtype(DType::U32)?.sum_all()?.to_scalar::<u32>()? == 0 {
         return Ok(());

@@ -7,13 +7,16 @@
 //! one type.
 use candle_core::utils::get_num_threads;
 use rayon::{ThreadPool, ThreadPoolBuilder};
-use std::cell::OnceCell;
+use std::cell::{Cell, OnceCell};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 thread_local! {
     /// The pool of this thread, which ends with it; none if the system has no threads for it.
     static POOL: OnceCell<Option<ThreadPool>> = const { OnceCell::new() };
+
+    /// Whether this thread computes a piece of work alone.
+    static IS_ALONE: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Pieces of work for each thread: threads that are done take pieces of others.
@@ -21,10 +24,13 @@ const PIECES: usize = 8;
 
 /// Multiplications from which a matrix product gets several threads, candle's own products too: some 80 µs on one thread. A thread that sleeps
 /// needs about as long until it helps.
-const PRODUCT: usize = 4 << 20;
+pub(super) const PRODUCT: usize = 4 << 20;
 
 /// Returns how many threads a large piece of work gets, and makes them this thread's.
 pub(super) fn threads() -> usize {
+    if IS_ALONE.get() {
+        return 1;
+    }
     let threads = get_num_threads();
     if threads > 1 && rayon::current_thread_index().is_none() {
         // This thread is one of the workers. rayon keeps some kilobytes for it, also after its end.
@@ -35,6 +41,18 @@ pub(super) fn threads() -> usize {
         POOL.with(|made| _ = made.get_or_init(pool));
     }
     threads
+}
+
+/// Runs `f`, all of whose work this thread does alone, as other threads have work of their own.
+pub(super) fn alone<R>(f: impl FnOnce() -> R) -> R {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            IS_ALONE.set(self.0);
+        }
+    }
+    let _before = Restore(IS_ALONE.replace(true));
+    f()
 }
 
 /// Returns `run` of each part with its number, in order; computed by several threads, if the work is worth it.
@@ -86,7 +104,6 @@ fn for_each(count: usize, run: &(dyn Fn(usize) + Sync)) {
 }
 
 /// Returns the work of the busiest of simulated threads, which take parts of these costs in order, one whenever they are done.
-#[cfg(test)]
 pub(super) fn busiest(costs: &[usize], threads: usize) -> usize {
     let mut busy = vec![0; threads];
     for cost in costs {

@@ -1,8 +1,8 @@
-use candle_core::{D, Device, Result, Shape, Tensor};
+use candle_core::{D, Result, Shape, Tensor};
 use candle_dist_base::{edges, empty};
 
 use super::{
-    TensorReader, check_vector, compute_dtype,
+    check_vector, compute_dtype,
     float_op::{FloatNode, FloatOp},
     fused,
     real::Real,
@@ -24,7 +24,7 @@ use super::{
 /// # }
 /// ```
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
-    let dtype = compute_dtype("rms_norm", x)?;
+    compute_dtype("rms_norm", x)?;
     check_vector("rms_norm", x, "weight", weight, x.dim(D::Minus1)?)?;
     if fused::computes(&[x, weight]) {
         return fused::norm::norm(x, weight, None, eps);
@@ -32,8 +32,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return composed(x, weight, eps);
     }
-    let [x_, weight] = [x, weight].map(|t| edges::to_dtype(t, dtype)?.contiguous());
-    edges::to_dtype(&edges::apply2(&x_?, &weight?, FloatNode(RmsNormOp { eps }))?, x.dtype())
+    edges::apply2(&x.contiguous()?, &weight.contiguous()?, FloatNode(RmsNormOp { eps }))
 }
 
 /// The same from candle's operations. candle-nn's `rms_norm_slow` rounds `eps` to f32, and rounds before the weight.
@@ -82,9 +81,13 @@ impl FloatOp<2> for RmsNormOp {
         Ok((out, shapes[0].clone()))
     }
 
-    fn backward<T: Real>(&self, [x, weight]: [&Tensor; 2], grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
-        let (x, weight, grad) = (TensorReader::new(x), TensorReader::new(weight), TensorReader::new(grad));
-        let (xs, ws, gs) = (x.elements::<T>()?, weight.elements::<T>()?, grad.elements::<T>()?);
+    fn backward<T: Real>(
+        &self,
+        [xs, ws]: [&[T]; 2],
+        _: [&Shape; 2],
+        _: [bool; 2],
+        gs: &[T],
+    ) -> Result<[Option<Vec<T>>; 2]> {
         let len = ws.len();
         let (dx, parts) = new_by_blocks(
             xs.len(),
@@ -114,7 +117,7 @@ impl FloatOp<2> for RmsNormOp {
         for part in parts {
             add_assign(&mut dw, &part);
         }
-        Ok([Some(x.like(dx)?), Some(Tensor::from_vec(dw, len, &Device::Cpu)?)])
+        Ok([Some(dx), Some(dw)])
     }
 }
 

@@ -1,7 +1,8 @@
-use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{D, Result, Shape, Tensor, bail};
 use candle_dist_base::edges;
 
-use super::{TensorReader, check_dtype, compute_dtype, elements, fused, real::Real, rows::new_by_blocks};
+use super::float_op::{FloatNode, FloatOp};
+use super::{TensorReader, check_dtype, compute_dtype, fused, real::Real, rows::new_by_blocks};
 
 /// The pairs of elements that a rotary embedding rotates together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,9 +64,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePa
         return composed(x, &cos?, &sin?, half, pairs);
     }
     let [cos, sin] = [cos, sin].map(|t| t?.to_dtype(dtype)?.contiguous());
-    let turned =
-        edges::apply1(&edges::to_dtype(x, dtype)?.contiguous()?, RopeOp { cos: cos?, sin: sin?, pairs })?;
-    edges::to_dtype(&turned, x.dtype())
+    edges::apply1(&x.contiguous()?, FloatNode(RopeOp { cos: cos?, sin: sin?, pairs }))
 }
 
 /// `cos` and `sin` are `[b, s, d/2]`, with `b` that of `x` or 1.
@@ -140,33 +139,23 @@ impl RopeOp {
         );
         Ok(out)
     }
-
-    fn backward<T: Real>(&self, grad: &Tensor) -> Result<Tensor> {
-        let grad = TensorReader::new(grad);
-        grad.like(self.turn(grad.elements::<T>()?, true)?)
-    }
 }
 
-impl CustomOp1 for RopeOp {
-    fn name(&self) -> &'static str {
-        "rope"
+impl FloatOp<1> for RopeOp {
+    const NAME: &'static str = "rope";
+
+    fn forward<T: Real>(&self, [x]: [&[T]; 1], [shape]: [&Shape; 1]) -> Result<(Vec<T>, Shape)> {
+        Ok((self.turn(x, false)?, shape.clone()))
     }
 
-    fn cpu_fwd(&self, s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {
-        let out = match s {
-            CpuStorage::F64(_) => CpuStorage::F64(self.turn(elements(s, l)?, false)?),
-            _ => CpuStorage::F32(self.turn(elements(s, l)?, false)?),
-        };
-        Ok((out, l.shape().clone()))
-    }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let grad = grad.contiguous()?;
-        match x.dtype() {
-            DType::F64 => self.backward::<f64>(&grad),
-            _ => self.backward::<f32>(&grad),
-        }
-        .map(Some)
+    fn backward<T: Real>(
+        &self,
+        _: [&[T]; 1],
+        _: [&Shape; 1],
+        _: [bool; 1],
+        grad: &[T],
+    ) -> Result<[Option<Vec<T>>; 1]> {
+        Ok([Some(self.turn(grad, true)?)])
     }
 }
 

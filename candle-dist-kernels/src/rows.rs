@@ -1,5 +1,6 @@
 //! Loops over the rows of a matrix, and reductions over one row.
 
+use candle_core::WithDType;
 use pulp::{Arch, NullaryFnOnce};
 use std::mem::MaybeUninit;
 
@@ -39,7 +40,7 @@ pub(super) fn by_blocks<T: Send, R: Send>(
 /// Like [`by_blocks`] for a new vector of `len` zeros, which it also returns.
 ///
 /// Each block is filled with zeros just before its work, in the core's cache and not in memory.
-pub(super) fn new_by_blocks<T: Real, R: Send>(
+pub(super) fn new_by_blocks<T: WithDType, R: Send>(
     len: usize,
     width: usize,
     cost: usize,
@@ -60,7 +61,7 @@ pub(super) fn new_by_blocks<T: Real, R: Send>(
 
 /// Fills new memory with zeros.
 #[inline(always)]
-fn zeroed<T: Real>(memory: &mut [MaybeUninit<T>]) -> &mut [T] {
+fn zeroed<T: WithDType>(memory: &mut [MaybeUninit<T>]) -> &mut [T] {
     memory.fill(MaybeUninit::new(T::zero()));
     // SAFETY: all elements were just written, and `MaybeUninit<T>` has the layout of `T`.
     unsafe { &mut *(std::ptr::from_mut(memory) as *mut [T]) }

@@ -1,10 +1,10 @@
 use std::sync::Arc;
 
-use candle_core::{Device, Result, Shape, Tensor, bail};
+use candle_core::{Result, Shape, Tensor, bail};
 use candle_dist_base::{edges, empty};
 
 use super::{
-    TensorReader, check_dtype, compute_dtype,
+    check_dtype, compute_dtype,
     float_op::{FloatNode, FloatOp},
     parallel,
     real::Real,
@@ -28,7 +28,7 @@ use super::{
 /// # }
 /// ```
 pub fn short_conv(x: &Tensor, weight: &Tensor, history: Option<Arc<[u32]>>) -> Result<Tensor> {
-    let dtype = compute_dtype("short_conv", x)?;
+    compute_dtype("short_conv", x)?;
     check_dtype("short_conv", x, weight)?;
     let ((batch, inputs, channels), (rows, taps)) = (x.dims3()?, weight.dims2()?);
     let tokens = (inputs + 1).checked_sub(taps).filter(|_| rows == channels && taps > 0);
@@ -44,9 +44,8 @@ pub fn short_conv(x: &Tensor, weight: &Tensor, history: Option<Arc<[u32]>>) -> R
     if !x.device().is_cpu() || x.elem_count() == 0 || tokens == 0 {
         return composed(x, weight, history.as_deref());
     }
-    let x_ = x.to_dtype(dtype)?.contiguous()?;
-    let by_taps = weight.to_dtype(dtype)?.t()?.contiguous()?;
-    edges::apply2(&x_, &by_taps, FloatNode(ShortConvOp { tokens, history }))?.to_dtype(x.dtype())
+    let by_taps = weight.t()?.contiguous()?;
+    edges::apply2(&x.contiguous()?, &by_taps, FloatNode(ShortConvOp { tokens, history }))
 }
 
 /// The same from candle's operations.
@@ -119,11 +118,15 @@ impl FloatOp<2> for ShortConvOp {
         Ok((out, Shape::from((batch, tokens, channels))))
     }
 
-    fn backward<T: Real>(&self, [x, weight]: [&Tensor; 2], grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
-        let (batch, inputs, channels) = x.dims3()?;
-        let (taps, tokens) = (weight.dim(0)?, self.tokens);
-        let (x, weight, grad) = (TensorReader::new(x), TensorReader::new(weight), TensorReader::new(grad));
-        let (xs, ws, gs) = (x.elements::<T>()?, weight.elements::<T>()?, grad.elements::<T>()?);
+    fn backward<T: Real>(
+        &self,
+        [xs, ws]: [&[T]; 2],
+        shapes: [&Shape; 2],
+        _: [bool; 2],
+        gs: &[T],
+    ) -> Result<[Option<Vec<T>>; 2]> {
+        let ((batch, inputs, channels), (taps, _)) = (shapes[0].dims3()?, shapes[1].dims2()?);
+        let tokens = self.tokens;
         let (dx, _) = new_by_blocks(
             xs.len(),
             channels,
@@ -162,7 +165,7 @@ impl FloatOp<2> for ShortConvOp {
         });
         let mut dw = vec![T::zero(); taps * channels];
         sums.iter().for_each(|sum| add_assign(&mut dw, sum));
-        Ok([Some(x.like(dx)?), Some(Tensor::from_vec(dw, (taps, channels), &Device::Cpu)?)])
+        Ok([Some(dx), Some(dw)])
     }
 }
 

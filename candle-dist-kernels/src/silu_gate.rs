@@ -3,7 +3,7 @@ use candle_dist_base::{edges, empty};
 
 use super::float_op::{FloatNode, FloatOp};
 use super::function::{Function, logistic, near, weighted};
-use super::{TensorReader, check_dtype, compute_dtype, fused, real::Real, rows::new_by_blocks};
+use super::{check_dtype, compute_dtype, fused, real::Real, rows::new_by_blocks};
 
 /// The gated SiLU `x · sigmoid(x) · gate`, the activation of SwiGLU.
 ///
@@ -19,7 +19,7 @@ use super::{TensorReader, check_dtype, compute_dtype, fused, real::Real, rows::n
 /// # }
 /// ```
 pub fn silu_gate(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
-    let dtype = compute_dtype("silu_gate", x)?;
+    compute_dtype("silu_gate", x)?;
     check_dtype("silu_gate", x, gate)?;
     if x.dims() != gate.dims() {
         let (lhs, rhs) = (x.shape().clone(), gate.shape().clone());
@@ -31,8 +31,7 @@ pub fn silu_gate(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return composed(x, gate);
     }
-    let [x_, gate] = [x, gate].map(|t| edges::to_dtype(t, dtype)?.contiguous());
-    edges::to_dtype(&edges::apply2(&x_?, &gate?, FloatNode(SiluGate))?, x.dtype())
+    edges::apply2(&x.contiguous()?, &gate.contiguous()?, FloatNode(SiluGate))
 }
 
 pub(super) fn composed(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
@@ -75,33 +74,35 @@ impl FloatOp<2> for SiluGate {
         Ok((out, shapes[0].clone()))
     }
 
-    /// Returns the gradients of `x` and `gate`, each only if it is tracked.
-    fn backward<T: Real>(&self, [x, gate]: [&Tensor; 2], grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
-        let (for_x, for_gate) = (x.track_op(), gate.track_op());
-        let [x, gate, grad] = [x, gate, grad].map(TensorReader::new);
-        let (xs, ws, gs) = (x.elements::<T>()?, gate.elements::<T>()?, grad.elements::<T>()?);
+    fn backward<T: Real>(
+        &self,
+        [x, gate]: [&[T]; 2],
+        _: [&Shape; 2],
+        [for_x, for_gate]: [bool; 2],
+        grad: &[T],
+    ) -> Result<[Option<Vec<T>>; 2]> {
         let slope = || {
-            x.like(zip(
-                xs,
-                ws,
-                gs,
+            zip(
+                x,
+                gate,
+                grad,
                 #[inline(always)]
                 |x, gate, grad| {
                     let (s, rest) = logistic(x);
                     // First the slope: the product of the other two may be infinite.
                     s * (T::one() + near(x) * rest) * grad * gate
                 },
-            ))
+            )
         };
         let value = || {
-            gate.like(zip(
-                xs,
-                gs,
-                gs,
+            zip(
+                x,
+                grad,
+                grad,
                 #[inline(always)]
                 |x, grad, _| grad * weighted(x, logistic(x).0),
-            ))
+            )
         };
-        Ok([for_x.then(slope).transpose()?, for_gate.then(value).transpose()?])
+        Ok([for_x.then(slope), for_gate.then(value)])
     }
 }

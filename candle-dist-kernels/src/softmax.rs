@@ -2,7 +2,9 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor
 use candle_dist_base::edges;
 
 use super::{
-    TensorReader, compute_dtype, elements, fused,
+    TensorReader, compute_dtype,
+    convert::to_dtype,
+    elements, fused,
     real::Real,
     rows::{max, min, new_by_blocks, sum, sum_zip},
 };
@@ -29,8 +31,8 @@ pub fn softmax(x: &Tensor) -> Result<Tensor> {
         // candle refuses the maximum of nothing.
         return if x.elem_count() == 0 { Ok(x.clone()) } else { candle_nn::ops::softmax(x, D::Minus1) };
     }
-    let wide = edges::to_dtype(x, dtype)?.contiguous()?;
-    edges::to_dtype(&edges::apply1(&wide, Softmax { scale: 1.0, queries: None })?, x.dtype())
+    let wide = to_dtype(x, dtype)?.contiguous()?;
+    to_dtype(&edges::apply1(&wide, Softmax { scale: 1.0, queries: None })?, x.dtype())
 }
 
 /// The softmax of `x · scale` over the keys that each query sees.
@@ -59,8 +61,8 @@ pub fn causal_softmax(x: &Tensor, scale: f64) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return composed_causal(x, scale);
     }
-    let wide = edges::to_dtype(x, dtype)?.contiguous()?;
-    edges::to_dtype(&edges::apply1(&wide, Softmax { scale, queries: Some(queries) })?, x.dtype())
+    let wide = to_dtype(x, dtype)?.contiguous()?;
+    to_dtype(&edges::apply1(&wide, Softmax { scale, queries: Some(queries) })?, x.dtype())
 }
 
 fn composed_causal(x: &Tensor, scale: f64) -> Result<Tensor> {

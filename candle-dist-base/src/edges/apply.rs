@@ -2,8 +2,7 @@
 use super::node::{BackwardFn, Grads, node};
 use super::value::{holder_of, remember};
 use crate::fresh::Fresh;
-use candle_core::backend::BackendStorage;
-use candle_core::{CustomOp1, CustomOp2, CustomOp3, DType, Device, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CustomOp1, CustomOp2, CustomOp3, Device, Result, Shape, Storage, Tensor, bail};
 use std::sync::OnceLock;
 
 /// Returns whether a result of `inputs` gets a ticket: if it needs a gradient and all are on the CPU, or on one CUDA device. With
@@ -127,26 +126,6 @@ pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
         remember(&view, &holder);
     }
     Ok(view)
-}
-
-/// Like [`Tensor::to_dtype`]. The node of the result does not hold `x`.
-pub fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
-    let from = x.dtype();
-    // candle launches a kernel without blocks for no elements.
-    let is_nothing = x.elem_count() == 0 && !x.device().is_cpu();
-    if from == dtype || is_nothing || !has_ticket(&[x]) {
-        return x.to_dtype(dtype);
-    }
-    let storage = {
-        let (s, l) = x.storage_and_layout();
-        match &*s {
-            Storage::Cpu(s) => Storage::Cpu(s.to_dtype(l, dtype)?),
-            Storage::Cuda(s) => Storage::Cuda(s.to_dtype(l, dtype)?),
-            Storage::Metal(_) => return elsewhere("to_dtype"),
-        }
-    };
-    let made = Fresh { storage, shape: x.shape().clone() };
-    record("to_dtype", &[x], made, move |grad| Ok([Some(grad.to_dtype(from)?), None, None]))
 }
 
 /// The backward step of an op that reads its result.

@@ -35,7 +35,7 @@ mod node;
 mod slot;
 mod value;
 
-pub use apply::{apply1, apply2, apply3, has_ticket, record, record_with_result, reshape, to_dtype};
+pub use apply::{apply1, apply2, apply3, has_ticket, record, record_with_result, reshape};
 pub use kept::{backward, keep};
 pub use node::Grads;
 pub use slot::{forget_pass, nested};

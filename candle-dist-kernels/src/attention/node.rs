@@ -3,6 +3,7 @@ use super::visible::KeyBlock;
 use super::{
     AttentionBackward, AttentionDtype, Partial, Scale, SoftmaxNorms, backward, heads::AttentionSizes,
 };
+use crate::convert::to_dtype;
 use crate::real::Real;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp3, DType, Device, Layout, MetalStorage, Result, Shape, Tensor, bail,
@@ -252,6 +253,10 @@ where
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let [dq, dk, dv] = (self.backward)([q, k, v], [out, grad])?;
-        Ok((Some(dq.to_dtype(q.dtype())?), Some(dk.to_dtype(k.dtype())?), Some(dv.to_dtype(v.dtype())?)))
+        Ok((
+            Some(to_dtype(&dq, q.dtype())?),
+            Some(to_dtype(&dk, k.dtype())?),
+            Some(to_dtype(&dv, v.dtype())?),
+        ))
     }
 }

@@ -6,6 +6,7 @@ use candle_core::{
 use super::inputs;
 use super::matrix::{MatrixStorage, QuantizedMatrix};
 use super::tiles::Processor;
+use crate::convert::converted;
 use crate::elements;
 use candle_dist_base::edges;
 use candle_dist_base::{Fresh, Ready};
@@ -126,9 +127,9 @@ impl CustomOp1 for Products {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         if x.dtype() != DType::F32 {
-            let wide = x.to_dtype(layout, DType::F32)?;
+            let wide = converted(x, layout, DType::F32)?;
             let (made, shape) = self.cpu_fwd(&wide, &Layout::contiguous(layout.shape()))?;
-            return Ok((made.to_dtype(&Layout::contiguous(&shape), x.dtype())?, shape));
+            return Ok((converted(&made, &Layout::contiguous(&shape), x.dtype())?, shape));
         }
         let (k, n) =
             (layout.dims()[layout.dims().len() - 1], self.0.iter().map(|weight| weight.dims()[0]).sum());

@@ -456,7 +456,7 @@ fn results_on_any_device_receive_each_gradient_once_also_after_a_pass_that_faile
         // Both inputs are one tensor; others are used by these nodes, by candle's, reshaped, and in another dtype.
         let b = sum(&a, &a)?;
         let c = sum(&times(&reshape(&b, (2, 1))?, 5.0)?, &reshape(&times(&a, 7.0)?, (2, 1))?)?;
-        let wide = edges::to_dtype(&a, DType::F64)?.to_dtype(DType::F32)?;
+        let wide = a.to_dtype(DType::F64)?.to_dtype(DType::F32)?;
         let all = ((c.sum_all()? + b.sqr()?.sum_all()?)? + (wide.sum_all()? * 11.0)?)?;
         // 3 (10 + 7 + 11) + 2 · 36 x
         assert_eq!(of(&all)?, [84.0 + 36.0, 84.0 - 144.0]);
