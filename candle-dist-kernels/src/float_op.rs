@@ -193,3 +193,55 @@ impl<O: FloatOp<3>> CustomOp3 for FloatNode<O> {
         self.backward([a, b, c], grad).map(Into::into)
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use crate::waves::waves;
+    use crate::{RopePairs, clamped_gate, layer_norm, rms_norm, rope, short_conv, silu_gate};
+    use candle_core::{DType, Result, Tensor, Var};
+
+    /// An op of `[2, 5, 6]` and of two vectors of 6.
+    type Op = fn(&Tensor, [&Tensor; 2]) -> Result<Tensor>;
+
+    #[test]
+    fn sixteen_bits_have_the_rounded_results_and_gradients_of_thirty_two() {
+        let ops: [(&str, Op); 6] = [
+            ("rms_norm", |x, [weight, _]| rms_norm(x, weight, 1e-5)),
+            ("layer_norm", |x, [weight, bias]| layer_norm(x, weight, bias, 1e-5)),
+            ("silu_gate", |x, [gate, _]| silu_gate(x, &gate.broadcast_as(x.shape())?)),
+            ("clamped_gate", |x, [gate, _]| clamped_gate(x, &gate.broadcast_as(x.shape())?, 1.7, 0.5)),
+            ("rope", |x, tables| {
+                let [cos, sin] = tables.map(|table| table.detach().narrow(0, 0, 5)?.unsqueeze(1));
+                rope(&x.narrow(2, 0, 2)?, &cos?, &sin?, 0, RopePairs::Halves)
+            }),
+            ("short_conv", |x, [weight, _]| short_conv(x, &weight.reshape((6, 1))?, None)),
+        ];
+        for (name, op) in ops {
+            for half in [DType::BF16, DType::F16] {
+                let narrow = [waves(&[2, 5, 6], half), waves(&[6], half), waves(&[6], half)];
+                let wide = narrow.each_ref().map(|var| {
+                    Var::from_tensor(&var.as_detached_tensor().to_dtype(DType::F32).unwrap()).unwrap()
+                });
+                let run = |vars: &[Var; 3]| {
+                    let y = op(&vars[0], [&vars[1], &vars[2]]).unwrap();
+                    let factors = (waves(y.dims(), half).as_detached_tensor() * 2.0).unwrap();
+                    let loss = (&y * factors.to_dtype(y.dtype()).unwrap()).unwrap().sum_all().unwrap();
+                    let grads = loss.backward().unwrap();
+                    let of = |x: &Tensor| {
+                        let rounded = x.to_dtype(half).unwrap().to_dtype(DType::F32).unwrap();
+                        rounded.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+                    };
+                    let grads = vars.each_ref().map(|var| grads.get(var).map(&of));
+                    (of(&y), grads)
+                };
+                // Where an input is repeated, candle adds up its gradients in the dtype of the input.
+                let (got, want) = (run(&narrow), run(&wide));
+                assert_eq!((got.0, &got.1[0]), (want.0, &want.1[0]), "{name} {half:?}");
+                if !name.ends_with("gate") {
+                    assert_eq!(got.1[1..], want.1[1..], "{name} {half:?}");
+                }
+            }
+        }
+    }
+}

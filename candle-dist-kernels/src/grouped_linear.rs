@@ -306,4 +306,27 @@ mod tests {
         assert!(grouped_linear(&x, &waves(&[1, 4, 6], DType::F32), [3]).is_err());
         assert!(grouped_linear(&x, &waves(&[1, 4, 5], DType::F64), [3]).is_err());
     }
+
+    #[test]
+    fn threads_that_take_whole_groups_change_no_bits() {
+        // Even groups, which threads take whole; groups of which one has almost all rows; groups without rows.
+        for counts in [vec![64; 8], vec![1, 500, 2, 9], vec![0, 200, 0, 210, 205, 0]] {
+            let x = waves(&[counts.iter().sum(), 128], DType::F32);
+            let weight = waves(&[counts.len(), 96, 128], DType::F32);
+            let run = |map: Map| {
+                let y = map(&x, &weight, &counts).unwrap();
+                let grads = (&y * &y).unwrap().sum_all().unwrap().backward().unwrap();
+                let list = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                (list(&y), list(grads.get(&weight).unwrap()), list(grads.get(&x).unwrap()))
+            };
+            let alone = run(|x, weight, counts| crate::parallel::alone(|| grouped_linear(x, weight, counts)));
+            let made = run(|x, weight, counts| grouped_linear(x, weight, counts));
+            assert!(made.0 == alone.0, "{counts:?}");
+            let off = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+            let want = run(composed);
+            for (got, want) in [(&made.0, &want.0), (&made.1, &want.1), (&made.2, &want.2)] {
+                assert!(off(got, want) <= 1e-4 * want.iter().fold(1f32, |most, x| most.max(x.abs())));
+            }
+        }
+    }
 }
