@@ -90,12 +90,20 @@ def prompt(address, _, start):
 
 
 def gap(address, tokens, start):
-    made = []
-    writer = threading.Thread(target=lambda: made.append(ask(address, text(start + 5, 20), 2 * tokens)))
+    made, ended = [], []
+
+    def write():
+        made.append(ask(address, text(start + 5, 20), 8 * tokens))
+        ended.append(time.perf_counter())
+
+    writer = threading.Thread(target=write)
     writer.start()
     time.sleep(0.7)
     ask(address, text(start + 57, 550), 2)
+    read = time.perf_counter()
     writer.join()
+    if ended[0] < read:
+        sys.exit("The text ended before the prompt was read: give more --tokens.")
     times = made[0][0]
     return {"longest gap, s": max(b - a for a, b in zip(times, times[1:]))}
 
