@@ -1,12 +1,12 @@
 //! The fused kernels of CUDA devices against the ops of the host, values and gradients. Their text is compiled as C++ and run here.
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_dist_kernels::parts::{
-    AdamWUpdate, Function, Goal, Goals, HostArgument, HostLaunch, HostRunner, KernelText, step_adam_w,
-    weighted_cross_entropy, with_kernels_on_host,
+    AdamWUpdate, Function, Goal, Goals, HostArgument, HostLaunch, HostRunner, KernelText, decode_attn,
+    step_adam_w, weighted_cross_entropy, with_kernels_on_host,
 };
 use candle_dist_kernels::{
-    RopePairs, add, add_rms_norm, causal_softmax, clamped_gate, layer_norm, masked_softmax, rms_norm, rope,
-    silu_gate, softmax,
+    RopePairs, add, add_rms_norm, causal_softmax, clamped_gate, flash_attn, layer_norm, masked_softmax,
+    rms_norm, rope, silu_gate, softmax,
 };
 use candle_nn::ParamsAdamW;
 use device_text::{DeviceText, LaunchShape, TextMemory};
@@ -377,5 +377,37 @@ fn adam_w_of_tensors_that_share_memory_has_the_bits_of_the_host() {
         for (at, (got, want)) in got.iter().zip(&want).enumerate() {
             assert_eq!(numbers(got), numbers(want), "{dtype:?} with moments of {of_moments:?}, tensor {at}");
         }
+    }
+}
+
+/// One launch does not reach the memory of another GPU.
+#[test]
+fn tensors_of_several_gpus_are_refused() {
+    if test_utils::skip_unless_gpus(2) {
+        return;
+    }
+    let gpus = [0, 1].map(|gpu| Device::new_cuda(gpu).unwrap());
+    let on = |dims: &[usize], gpu: usize| values(dims, 1, DType::F32).to_device(&gpus[gpu]).unwrap();
+    let ops: [(&str, &dyn Fn(usize) -> Result<Tensor>); 6] = [
+        ("rms_norm", &|other| rms_norm(&on(&[3, 8], 0), &on(&[8], other), 1e-5)),
+        ("silu_gate", &|other| silu_gate(&on(&[3, 8], 0), &on(&[3, 8], other))),
+        ("masked_softmax", &|other| masked_softmax(&on(&[3, 8], 0), &on(&[8], other), 1.0)),
+        ("rope", &|other| {
+            let tables = [0, other].map(|gpu| on(&[3, 4], gpu));
+            rope(&on(&[3, 8], 0), &tables[0], &tables[1], 0, RopePairs::Halves)
+        }),
+        ("flash_attn", &|other| {
+            let [q, k, v] = [0, other, 0].map(|gpu| on(&[1, 3, 2, 8], gpu));
+            flash_attn(&q, &k, &v, 0.5, true)
+        }),
+        ("decode_attn", &|other| {
+            let kept = [other, 0].map(|gpu| on(&[1, 2, 3, 8], gpu));
+            decode_attn(&on(&[1, 2, 1, 8], 0), &[kept], 0.5.into(), false)
+        }),
+    ];
+    for (name, op) in ops {
+        assert!(op(0).unwrap().device().same_device(&gpus[0]), "{name}");
+        let error = op(1).unwrap_err().to_string();
+        assert!(error.contains("device mismatch"), "{name}: {error}");
     }
 }
