@@ -27,7 +27,8 @@ pub fn clamped_gate(x: &Tensor, gate: &Tensor, alpha: f64, limit: f64) -> Result
         let (lhs, rhs) = (x.shape().clone(), gate.shape().clone());
         return Err(Error::ShapeMismatchBinaryOp { lhs, rhs, op: "clamped_gate" }.bt());
     }
-    if limit > 0.0 && fused::computes(&[x, gate]) {
+    // A limit of 0 is none in the kernels, and they get it as f32.
+    if limit as f32 > 0.0 && fused::computes(&[x, gate]) {
         return fused::function::gate("clamped_gate", x, gate, Some([alpha, limit]));
     }
     if !x.device().is_cpu() {

@@ -86,7 +86,10 @@ pub struct Goals {
 /// loss. `join` reduces `[n]` over the pieces. The gradient is that of the sum over the pieces.
 pub fn weighted_cross_entropy(logits: &Tensor, goals: Goals, join: &JoinPieces<'_>) -> Result<Tensor> {
     let dtype = compute_dtype("cross_entropy", logits)?;
-    if fused::computes(&[logits]) {
+    if fused::would_compute(&[logits]) {
+        if logits.elem_count() == 0 {
+            return fused::cross_entropy::of_nothing(logits, join);
+        }
         let of_rows = |number: &dyn Fn(&Goal) -> f64| goals.rows.iter().map(number).collect();
         let weights = LossWeights {
             targets: goals.rows.iter().map(|goal| goal.class).collect(),
@@ -301,6 +304,37 @@ mod tests {
         let grads = [(&pair[0] * &weights)?.backward()?, (&pair[1] * &weights)?.backward()?];
         let [a, b] = grads.each_ref().map(|g| g.get(&x).unwrap());
         assert!(largest(a, b)? < 1e-14);
+        Ok(())
+    }
+
+    /// Kernels join what has no graph. A join in the graph of one piece would wait for the others in the backward pass.
+    #[test]
+    fn a_piece_without_classes_joins_outside_of_the_graph_where_kernels_compute() -> Result<()> {
+        let goals = || {
+            let rows = (0..2).map(|_| Goal { class: None, peak: 1.0, spread: 0.0 }).collect();
+            Goals { rows, spread: Vec::new(), spread_total: 0.0 }
+        };
+        for (dtype, wide) in [(DType::F64, DType::F64), (DType::BF16, DType::F32)] {
+            let x = Var::from_tensor(&Tensor::zeros((2, 0), dtype, &Cpu)?)?;
+            let joined = std::cell::RefCell::new(Vec::new());
+            let join = |t: &Tensor, op| {
+                joined.borrow_mut().push((op, t.dims().to_vec(), t.dtype(), t.track_op()));
+                Ok(t.clone())
+            };
+            let y = fused::cross_entropy::of_nothing(&x, &join)?;
+            let want = [ReduceOp::Max, ReduceOp::Sum].map(|op| (op, vec![2], wide, false));
+            assert_eq!(joined.take(), want);
+            let kernels = crate::parts::with_kernels_on_host;
+            let by_op = kernels(std::sync::Arc::new(|_| bail!("nothing is launched")), || {
+                weighted_cross_entropy(&x, goals(), &join)
+            })?;
+            assert_eq!(joined.take(), want);
+            for y in [y, by_op] {
+                assert_eq!((y.dims(), y.dtype()), (&[2][..], wide));
+                let grads = y.backward()?;
+                assert_eq!(grads.get(&x).unwrap().dims(), [2, 0]);
+            }
+        }
         Ok(())
     }
 

@@ -18,8 +18,8 @@
 //! here are single graph nodes that return a gradient for every tracked argument. They compute f32 and f64 natively and
 //! 16-bit floats in f32, and accept any strides and empty tensors. Except for the matrix products of [`linear`],
 //! [`grouped_linear`] and [`flash_attn`], the bits do not depend on the number of threads. On CUDA devices
-//! kernels of this crate compute norms, softmax, rotary positions, gates, losses, optimizer steps and rows of tables, and draw random
-//! numbers; the rest is composed of candle's operations there, and all of it on other devices.
+//! kernels of this crate compute attention, norms, softmax, rotary positions, gates, functions of one number, losses, steps of AdamW and
+//! rows of tables, and draw random numbers; the rest is composed of candle's operations there, and all of it on other devices.
 
 mod adam_w;
 mod add;
@@ -181,8 +181,12 @@ fn check_rows(op: &'static str, table: &Tensor, rows: &[u32]) -> Result<usize> {
 
 /// Returns whether two tensors share memory; then one cannot be read while the other is written.
 fn share_memory(a: &Tensor, b: &Tensor) -> bool {
-    let address = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0).addr();
-    address(a) == address(b)
+    memory_of(a) == memory_of(b)
+}
+
+/// Returns a number that is one for all tensors that share memory.
+fn memory_of(tensor: &Tensor) -> usize {
+    std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
 }
 
 /// Returns the elements of a contiguous CPU operand.

@@ -1,4 +1,5 @@
 //! Kernels of this crate on CUDA devices. NVRTC compiles them when the first one is used.
+use crate::device_text::SharedLimit;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, CudaView, CudaViewMut, DeviceRepr,
@@ -36,8 +37,14 @@ pub(crate) struct Kernels {
 /// A text compiled: to machine code, unless NVRTC does not know the GPU, and to PTX if that was needed.
 type KernelImages = [Option<Arc<[u8]>>; 2];
 
-/// A function on one GPU, with the sizes of its parameters.
-type KernelFunction = (CudaFunction, Arc<[usize]>);
+/// A function on one GPU.
+#[derive(Clone)]
+struct KernelFunction {
+    function: CudaFunction,
+    /// The sizes of its parameters.
+    parameters: Arc<[usize]>,
+    shared: Arc<SharedLimit>,
+}
 
 impl Kernels {
     /// Names the text of some kernels.
@@ -67,15 +74,16 @@ impl Kernels {
         let stream = device.cuda_stream();
         let key = (stream.context().ordinal(), kernel.to_string());
         let known = locked(&self.functions).get(&key).cloned();
-        let (function, parameters) = match known {
+        let function = match known {
             Some(known) => known,
             None => {
                 let function = self.module(stream.context())?.load_function(kernel).w()?;
                 let parameters = parameters(&function)?.into();
-                locked(&self.functions).entry(key).or_insert((function, parameters)).clone()
+                let made = KernelFunction { function, parameters, shared: Arc::default() };
+                locked(&self.functions).entry(key).or_insert(made).clone()
             }
         };
-        Ok(DeviceKernel { function, parameters, stream })
+        Ok(DeviceKernel { function, stream })
     }
 
     /// Returns the kernels on the GPU of a context.
@@ -209,26 +217,23 @@ fn parameters(function: &CudaFunction) -> Result<Vec<usize>> {
     }
 }
 
-/// Shared memory that each launch may have. More is asked for.
-const PLAIN_SHARED: u32 = 48 << 10;
-
 /// A kernel on a GPU, and the stream that its launches go to.
 pub(crate) struct DeviceKernel {
-    function: CudaFunction,
-    parameters: Arc<[usize]>,
+    function: KernelFunction,
     stream: Arc<CudaStream>,
 }
 
 impl DeviceKernel {
     /// Begins a launch.
     pub(crate) fn call(&self) -> KernelCall<'_> {
-        KernelCall { kernel: self, arguments: self.stream.launch_builder(&self.function), sizes: Vec::new() }
+        let arguments = self.stream.launch_builder(&self.function.function);
+        KernelCall { function: &self.function, arguments, sizes: Vec::new() }
     }
 }
 
 /// A launch whose arguments are collected.
 pub(crate) struct KernelCall<'a> {
-    kernel: &'a DeviceKernel,
+    function: &'a KernelFunction,
     arguments: LaunchArgs<'a>,
     sizes: Vec<usize>,
 }
@@ -270,13 +275,14 @@ impl<'a> KernelCall<'a> {
     /// # Errors
     /// If the kernel has other parameters in number or size, or the driver refuses the launch.
     pub(crate) unsafe fn launch(mut self, config: LaunchConfig) -> Result<()> {
-        if *self.sizes != *self.kernel.parameters {
-            bail!("a kernel with parameters of {:?} bytes is given {:?}", self.kernel.parameters, self.sizes);
+        let KernelFunction { function, parameters, shared } = self.function;
+        if *self.sizes != **parameters {
+            bail!("a kernel with parameters of {parameters:?} bytes is given {:?}", self.sizes);
         }
-        if config.shared_mem_bytes > PLAIN_SHARED {
+        shared.raise(config.shared_mem_bytes, |bytes| {
             let most = driver::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            self.kernel.function.set_attribute(most, config.shared_mem_bytes as i32).w()?;
-        }
+            function.set_attribute(most, bytes as i32).w()
+        })?;
         // SAFETY: the caller's.
         unsafe { self.arguments.launch(config) }.w()?;
         Ok(())

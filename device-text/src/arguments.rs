@@ -33,6 +33,8 @@ type WriteBack<'a> = Box<dyn FnMut(&[u8]) + 'a>;
 pub struct TextArgument<'a> {
     kind: ParameterKind,
     bytes: Vec<u8>,
+    /// The bytes before the place that a pointer leads to.
+    before: usize,
     back: Option<WriteBack<'a>>,
 }
 
@@ -46,12 +48,18 @@ impl<'a> TextArgument<'a> {
 
     /// A structure of these bytes.
     pub fn of_bytes(bytes: Vec<u8>) -> Self {
-        Self { kind: ParameterKind::Value, bytes, back: None }
+        Self { kind: ParameterKind::Value, bytes, before: 0, back: None }
     }
 
     /// A pointer to constants.
     pub fn read(numbers: &[impl PlainNumber]) -> Self {
-        Self { kind: ParameterKind::Read, bytes: bytes(numbers), back: None }
+        Self::read_from(numbers, 0)
+    }
+
+    /// A pointer to the constant of this number and those behind it, as a view has it: it need not be aligned for vectors.
+    pub fn read_from<T: PlainNumber>(numbers: &[T], first: usize) -> Self {
+        let (bytes, before) = (bytes(numbers), first * size_of::<T>());
+        Self { kind: ParameterKind::Read, bytes, before, back: None }
     }
 
     /// A pointer to what the kernel writes.
@@ -61,7 +69,7 @@ impl<'a> TextArgument<'a> {
             let each = bytes.chunks_exact(size_of::<T>());
             numbers.iter_mut().zip(each).for_each(|(number, bytes)| *number = T::from_bytes(bytes));
         };
-        Self { kind: ParameterKind::Written, bytes, back: Some(Box::new(back)) }
+        Self { kind: ParameterKind::Written, bytes, before: 0, back: Some(Box::new(back)) }
     }
 }
 
@@ -112,7 +120,7 @@ impl DeviceText {
                 to.0[..from.len()].copy_from_slice(from);
             }
             let start = if held.is_empty() { 0 } else { held.as_mut_ptr() as usize };
-            values.push(start.to_ne_bytes().to_vec());
+            values.push((start + argument.before).to_ne_bytes().to_vec());
             if start != 0 {
                 memory.push(TextMemory::new(start, argument.bytes.len()));
             }

@@ -2,8 +2,8 @@
 //
 // A block has 256 threads, 16 by 16. A thread computes the scores of some queries with some keys of a tile, and some columns of
 // the same queries' results. Scores are kept as products before the factor, unless there is a cap: then as capped scores. They
-// are summed in one order everywhere, so the backward passes see the forward pass's weights. Tiles begin at multiples of their
-// length, so a row has the same bits whatever the other queries are.
+// are summed in one order everywhere, so the backward passes see the forward pass's weights, up to roundings of f32 where that was by
+// tensor cores. Tiles begin at multiples of their length, so a row has the same bits whatever the other queries are.
 //
 // A pair of a query and a key that it does not see has a weight of zero. Times NaN or infinity that is NaN, so tiles that have
 // such elements leave these pairs out.

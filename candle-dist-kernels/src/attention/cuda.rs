@@ -57,8 +57,8 @@ pub(super) struct FusedAttention {
 }
 
 impl FusedAttention {
-    /// Returns the attention over blocks of keys that are all rows. `None` if the kernels do not have it, or the device has too little
-    /// shared memory.
+    /// Returns the attention over blocks of keys that are all rows. `None` if the kernels do not have it, the device has too little
+    /// shared memory, or the inputs are on several devices.
     pub(super) fn of(
         [q, k, v]: [&Tensor; 3],
         (scale, log_sums): (Scale, bool),
@@ -66,9 +66,11 @@ impl FusedAttention {
         sizes: AttentionSizes,
     ) -> Result<Option<Self>> {
         let Device::Cuda(device) = q.device() else { return Ok(None) };
+        if [k, v].iter().any(|x| !x.device().same_device(q.device())) {
+            return Ok(None);
+        }
         let seen = KeyBounds::new(blocks, &sizes);
-        let context = device.cuda_stream().context().clone();
-        let (generation, _) = context.compute_capability().w()?;
+        let (generation, _) = device.cuda_stream().context().compute_capability().w()?;
         let units = if generation >= 8 { ProductUnits::Tensor } else { ProductUnits::Plain };
         let made = Self { sizes, scale, seen, log_sums, units, bounds: None };
         let Some(call) = made.call([q, k, v].map(|_| Some(RowStrides::default())), q.dtype()) else {
@@ -76,9 +78,8 @@ impl FusedAttention {
         };
         let AttentionLaunches { forward, of_keys, of_queries, .. } =
             call.launches(sizes.batch, q.dtype(), units);
-        let most = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
-        let most = context.attribute(most).w()?;
-        if [forward, of_keys, of_queries].iter().any(|launch| i64::from(launch.shared) > i64::from(most)) {
+        let most = most_shared(device)?;
+        if [forward, of_keys, of_queries].iter().any(|launch| launch.shared as usize > most) {
             return Ok(None);
         }
         let bounds = (!made.seen.bounds.is_empty())
@@ -252,6 +253,13 @@ impl FusedAttention {
             None => run(None),
         }
     }
+}
+
+/// The most bytes of shared memory that a block may have.
+pub(super) fn most_shared(device: &CudaDevice) -> Result<usize> {
+    let most = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+    let most = device.cuda_stream().context().attribute(most).w()?;
+    Ok(usize::try_from(most).unwrap_or(0))
 }
 
 /// The kernels of both passes for a dtype and the widths of a call.

@@ -1,6 +1,6 @@
 //! Attention of single queries on CUDA devices by the kernels of `decode.cu`.
 use super::Scale;
-use super::cuda::config;
+use super::cuda::{config, most_shared};
 use super::decode_launch::{CacheOfText, CachesOfTexts, DTYPES, DecodeCall, DecodeRows, SOURCE, TEXTS};
 use crate::nvrtc::{Kernels, Rounding};
 use candle_core::cuda_backend::cudarc::driver::{CudaView, DevicePtr, DeviceRepr};
@@ -41,7 +41,7 @@ macro_rules! with_float {
 }
 
 /// Returns the attention of the query `[1, heads, texts, dim]`, each text over its own keys and values: `[1, texts, heads, width]`. `None`
-/// if the kernels do not have it.
+/// if the kernels do not have it, the device has too little shared memory, or the tensors are on several devices.
 pub(super) fn decode(
     query: &Tensor,
     texts: &[[Tensor; 2]],
@@ -50,6 +50,10 @@ pub(super) fn decode(
 ) -> Result<Option<Tensor>> {
     let Device::Cuda(device) = query.device() else { return Ok(None) };
     let Some(text) = DTYPES.iter().position(|&known| known == texts[0][0].dtype()) else { return Ok(None) };
+    if !texts.iter().flatten().all(|x| x.device().same_device(query.device())) {
+        return Ok(None);
+    }
+    let most = most_shared(device)?;
     let query = query.detach();
     let &[_, of_head, of_text, column] = query.layout().stride() else {
         bail!("decode_attn: expected four dims")
@@ -57,7 +61,8 @@ pub(super) fn decode(
     let mut parts = Vec::new();
     for (nth, some) in texts.chunks(TEXTS).enumerate() {
         let tokens: Vec<usize> = some.iter().map(|[k, _]| k.dims()[2]).collect();
-        let call = DecodeCall::new(rows, &tokens, [of_text, of_head], (scale, log_sums), query.dtype());
+        let call =
+            DecodeCall::new(rows, &tokens, [of_text, of_head], (scale, log_sums), (query.dtype(), most));
         let Some(call) = call.filter(|_| column == 1 || rows.dim == 1) else { return Ok(None) };
         let query = query.narrow(2, nth * TEXTS, some.len())?;
         let of_query = if log_sums { DType::F32 } else { query.dtype() };

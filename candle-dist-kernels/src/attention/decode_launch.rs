@@ -66,24 +66,22 @@ pub(super) struct DecodeRows {
 
 impl DecodeCall {
     /// Returns the call for texts of these lengths, and a query with these distances of texts and of heads. `None` if the kernels do not
-    /// have it.
+    /// have it, or need more than `most_shared` bytes of shared memory.
     pub(super) fn new(
         rows: DecodeRows,
         tokens: &[usize],
         query_strides: [usize; 2],
         (scale, log_sums): (Scale, bool),
-        dtype: DType,
+        (dtype, most_shared): (DType, usize),
     ) -> Option<Self> {
         let DecodeRows { heads, kv_heads, dim, width } = rows;
         let kind = DTYPES.iter().position(|&known| known == dtype)? as i32;
-        let longest = tokens.iter().copied().max()?;
+        let (longest, [factor, cap]) = (tokens.iter().copied().max()?, scale.in_f32()?);
         let fits = (1..=MOST_COLUMNS).contains(&dim)
             && (1..=MOST_COLUMNS).contains(&width)
             && (1..=65_535).contains(&heads)
-            && longest < 1 << 31
-            && scale.factor.is_finite()
-            && scale.cap.is_none_or(|cap| cap.is_finite() && cap > 0.0);
-        fits.then(|| Self {
+            && longest < 1 << 31;
+        let made = fits.then(|| Self {
             query_strides: query_strides.map(|stride| stride as i64),
             texts: tokens.len() as i32,
             heads: heads as i32,
@@ -94,10 +92,11 @@ impl DecodeCall {
             kind,
             out_kind: if log_sums { 0 } else { kind },
             log_sums: i32::from(log_sums),
-            factor: scale.factor as f32,
-            cap: scale.cap.unwrap_or(0.0) as f32,
+            factor,
+            cap,
             unused: 0,
-        })
+        });
+        made.filter(|made| made.attention().shared as usize <= most_shared)
     }
 
     /// The columns of a row of the result.
@@ -124,7 +123,8 @@ impl DecodeCall {
 
     /// The launch that joins the parts, and the floats of all parts, if a text has several.
     pub(super) fn joined(&self) -> Option<(PassLaunch, usize)> {
-        let floats = (self.texts * self.parts * self.heads) as usize * (self.width as usize + 2);
+        let rows = [self.texts, self.parts, self.heads].map(|n| n as usize).iter().product::<usize>();
+        let floats = rows * (self.width as usize + 2);
         let launch = PassLaunch {
             name: "decode_joined".to_string(),
             grid: [self.heads as u32, self.texts as u32, 1],

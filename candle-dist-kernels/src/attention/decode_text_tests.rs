@@ -72,7 +72,7 @@ fn check<E: WithDType, Q: WithDType, O: WithDType>(
         |(kept, &tokens): (&[Tensor; 2], &usize)| kept.each_ref().map(|x| x.narrow(2, 0, tokens).unwrap());
     let texts: Vec<[Tensor; 2]> = kept.iter().zip(tokens).map(text).collect();
     let strides = [query.stride()[2], query.stride()[1]];
-    let call = DecodeCall::new(rows, tokens, strides, (scale, log_sums), Q::DTYPE).unwrap();
+    let call = DecodeCall::new(rows, tokens, strides, (scale, log_sums), (Q::DTYPE, usize::MAX)).unwrap();
     let columns = call.columns();
     let held: Vec<[DeviceMemory; 2]> =
         kept.iter().map(|pair| pair.each_ref().map(|x| DeviceMemory::of(&elements::<E>(x)))).collect();
@@ -129,4 +129,28 @@ fn single_queries_get_what_the_host_gives() {
     check::<f16, bf16, bf16>(rows(3, 3, 200, 3), &[64, 65], (scale(0.1, Some(20.0)), false), 1e-2);
     // The first query of a text that has no tokens yet.
     check::<f32, f32, f32>(rows(2, 1, 4, 4), &[0, 2], (scale(1.0, None), true), 1e-5);
+}
+
+#[test]
+fn calls_that_a_device_does_not_hold_are_not_made() {
+    let call = |rows, tokens, scale: Scale, most| {
+        DecodeCall::new(rows, &[tokens], [0, 0], (scale, false), (DType::F32, most))
+    };
+    let rows = |heads, dim| DecodeRows { heads, kv_heads: heads, dim, width: dim };
+    // Generations 7.5, 8.6 and 9.0.
+    for (kibibytes, widest) in [(64, 219), (99, 256), (227, 256)] {
+        let fits = |dim| call(rows(1, dim), 1, 1.0.into(), kibibytes << 10).is_some();
+        assert_eq!((1..300).filter(|&dim| fits(dim)).max(), Some(widest), "{kibibytes} KiB");
+    }
+    // Parts of many keys and heads are counted in 64 bits.
+    let large = call(rows(65_535, 1), (1 << 31) - 1, 1.0.into(), usize::MAX).unwrap();
+    assert_eq!(large.joined().unwrap().1, (1 << 23) * 65_535 * 3);
+    // As f32, a small cap would be none, and a large number infinite.
+    for scale in [
+        Scale { factor: 1.0, cap: Some(1e-60) },
+        Scale { factor: 1.0, cap: Some(1e60) },
+        Scale { factor: -1e60, cap: None },
+    ] {
+        assert!(call(rows(1, 8), 1, scale, usize::MAX).is_none(), "{scale:?}");
+    }
 }

@@ -147,12 +147,11 @@ impl AttentionParameters {
         (dtype, log_sums): (DType, bool),
     ) -> Option<Self> {
         let AttentionSizes { batch, queries, keys, heads, kv_heads, dim, width } = *sizes;
+        let [factor, cap] = scale.in_f32()?;
         let fits = matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
             && dim.max(width) <= MOST_COLUMNS
             && batch.max(heads) <= MOST_BLOCKS
-            && queries.max(keys) < 1 << 30
-            && scale.factor.is_finite()
-            && scale.cap.is_none_or(|cap| cap.is_finite() && cap > 0.0);
+            && queries.max(keys) < 1 << 30;
         let int = |n: usize| n as i32;
         fits.then(|| Self {
             q,
@@ -170,8 +169,8 @@ impl AttentionParameters {
             end_by: seen.by[1],
             is_wide: i32::from(log_sums || dtype == DType::F32),
             log_sums: i32::from(log_sums),
-            factor: scale.factor as f32,
-            cap: scale.cap.unwrap_or(0.0) as f32,
+            factor,
+            cap,
         })
     }
 

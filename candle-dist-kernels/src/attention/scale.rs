@@ -24,6 +24,14 @@ impl Scale {
         if self.cap.is_some() { T::one() } else { T::from_f64(self.factor) }
     }
 
+    /// Returns the factor and the cap, 0 for none, as the kernels of CUDA devices get them. `None` if f32 does not hold them.
+    #[cfg(any(test, feature = "cuda"))]
+    pub(super) fn in_f32(&self) -> Option<[f32; 2]> {
+        let (factor, cap) = (self.factor as f32, self.cap.map(|cap| cap as f32));
+        let fits = factor.is_finite() && cap.is_none_or(|cap| cap.is_finite() && cap > 0.0);
+        fits.then_some([factor, cap.unwrap_or(0.0)])
+    }
+
     /// Replaces a row of products by capped scores, if there is a cap.
     pub(super) fn cap_row<T: Real>(&self, row: &mut [T]) {
         let Some(cap) = self.cap else { return };

@@ -33,6 +33,8 @@ struct Case {
     log_sums: bool,
     /// Whether heads come before rows in memory.
     is_turned: bool,
+    /// The elements before each input in its memory.
+    before: usize,
     units: ProductUnits,
 }
 
@@ -58,7 +60,8 @@ fn run<E: WithDType + PlainNumber, O: WithDType + PlainNumber>(case: &Case) -> O
         AttentionParameters::new(&sizes, strides, case.scale, &seen, (E::DTYPE, case.log_sums)).unwrap();
     let memory = |x: &Tensor| {
         let x = if case.is_turned { x.transpose(1, 2).unwrap() } else { x.clone() };
-        x.flatten_all().unwrap().to_dtype(E::DTYPE).unwrap().to_vec1::<E>().unwrap()
+        let x = x.flatten_all().unwrap().to_dtype(E::DTYPE).unwrap().to_vec1::<E>().unwrap();
+        [vec![E::from_f64(7.0); case.before], x].concat()
     };
     let [q, k, v] = laid.each_ref().map(memory);
     let (rows, columns) = (sizes.rows(), sizes.width + usize::from(case.log_sums));
@@ -79,9 +82,9 @@ fn run<E: WithDType + PlainNumber, O: WithDType + PlainNumber>(case: &Case) -> O
         forward,
         &mut [
             call_bytes(),
-            TextArgument::read(&q),
-            TextArgument::read(&k),
-            TextArgument::read(&v),
+            TextArgument::read_from(&q, case.before),
+            TextArgument::read_from(&k, case.before),
+            TextArgument::read_from(&v, case.before),
             TextArgument::read(&seen.bounds),
             TextArgument::written(&mut out),
             TextArgument::written(&mut norms),
@@ -99,14 +102,14 @@ fn run<E: WithDType + PlainNumber, O: WithDType + PlainNumber>(case: &Case) -> O
             TextArgument::written(&mut inner),
         ],
     );
-    let mut grads = [&q, &k, &v].map(|x| vec![E::from_f64(7.0); x.len()]);
+    let mut grads = [&q, &k, &v].map(|x| vec![E::from_f64(7.0); x.len() - case.before]);
     let [dq, dk, dv] = &mut grads;
     for (pass, written) in [(of_keys, vec![dk, dv]), (of_queries, vec![dq])] {
         let mut arguments = vec![
             call_bytes(),
-            TextArgument::read(&q),
-            TextArgument::read(&k),
-            TextArgument::read(&v),
+            TextArgument::read_from(&q, case.before),
+            TextArgument::read_from(&k, case.before),
+            TextArgument::read_from(&v, case.before),
             TextArgument::read(&seen.bounds),
             TextArgument::read(&grad),
             TextArgument::read(&norms),
@@ -220,7 +223,9 @@ impl Dice {
         );
         let units = self.of(&[ProductUnits::Plain, ProductUnits::Tensor, ProductUnits::Tensor]);
         let what = format!("{what}, {units:?}");
-        (Case { inputs, grad, blocks, scale, log_sums, is_turned: self.below(2) == 0, units }, what)
+        let (is_turned, before) = (self.below(2) == 0, self.of(&[0, 0, 1, 4]));
+        let what = format!("{what}, heads first {is_turned}, behind {before} elements");
+        (Case { inputs, grad, blocks, scale, log_sums, is_turned, before, units }, what)
     }
 }
 

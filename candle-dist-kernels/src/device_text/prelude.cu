@@ -1,4 +1,4 @@
-// What stands before the texts of fused kernels: 16-bit floats, sums over warps and blocks, and products by tensor cores.
+// What stands before the texts of fused kernels: 16-bit floats, sums over warps, and products by tensor cores.
 // A text that is compiled for the host defines EMULATED, see the crate device-text.
 
 typedef unsigned char u8;
@@ -95,28 +95,6 @@ __device__ __forceinline__ float warp_sum(float x) {
 __device__ __forceinline__ float warp_max(float x) {
   for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
   return x;
-}
-
-// As above over a block of whole warps. `scratch` has 32 numbers of shared memory that nothing else uses until the next barrier.
-__device__ __forceinline__ float block_sum(float x, float* scratch) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  x = warp_sum(x);
-  __syncthreads();
-  if (lane == 0) scratch[warp] = x;
-  __syncthreads();
-  float sum = 0.0f;
-  for (int i = 0; i < warps; i++) sum += scratch[i];
-  return sum;
-}
-__device__ __forceinline__ float block_max(float x, float* scratch) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  x = warp_max(x);
-  __syncthreads();
-  if (lane == 0) scratch[warp] = x;
-  __syncthreads();
-  float most = scratch[0];
-  for (int i = 1; i < warps; i++) most = fmaxf(most, scratch[i]);
-  return most;
 }
 
 // Tensor cores: products of 16 x 16 and 16 x 8 matrices of 16-bit floats with sums of f32, and matrices of 8 x 8 from shared

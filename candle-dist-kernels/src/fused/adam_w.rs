@@ -2,11 +2,12 @@
 use super::call::KernelText;
 use super::emulated::{self, is_emulated};
 use super::run::runs_on;
+use crate::memory_of;
 use crate::real::is_computed;
-use crate::share_memory;
 use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, Var, bail};
 use candle_dist_base::sum_dtype;
 use std::cell::RefCell;
+use std::collections::HashSet;
 
 /// The tensors of a launch, and the elements of a block: as in `adam_w.cu`.
 const TENSORS: usize = 48;
@@ -45,21 +46,29 @@ impl AdamWOptions {
     }
 }
 
+impl<'a> AdamWUpdate<'a> {
+    /// The tensors that a step changes: the variable, the copy if there is one, and the moments.
+    fn changed(&self) -> impl Iterator<Item = &'a Tensor> + use<'a> {
+        let Self { var, master, moments: [first, second], .. } = *self;
+        [Some(var), master, Some(first), Some(second)].into_iter().flatten().map(|var| var.as_tensor())
+    }
+}
+
 /// The kernel of an update, by the dtypes of its tensors; `None` if there is none.
 pub(crate) fn kernel(update: &AdamWUpdate<'_>) -> Option<&'static str> {
-    let AdamWUpdate { var, master, moments: [first, second], grad, .. } = update;
+    let AdamWUpdate { var, moments: [first, second], master, grad, .. } = update;
     let (x, wide) = (var.dtype(), sum_dtype(var.dtype()));
-    let changed = [Some(*var), *master, Some(*first), Some(*second)];
     let is_plain = |tensor: &Tensor| {
-        is_computed(tensor.dtype()) && tensor.is_contiguous() && tensor.layout().start_offset() == 0
+        tensor.is_contiguous()
+            && tensor.layout().start_offset() == 0
+            && tensor.elem_count() == var.elem_count()
     };
-    let fits = runs_on(var.device())
-        && changed
-            .into_iter()
-            .flatten()
-            .all(|tensor| is_plain(tensor) && tensor.device().same_device(var.device()))
+    let fits = is_computed(x)
+        && runs_on(var.device())
+        && update.changed().all(|tensor| is_plain(tensor) && tensor.device().same_device(var.device()))
         && grad.device().same_device(var.device())
         && first.dtype() == second.dtype()
+        && [first.dtype(), grad.dtype()].iter().all(|dtype| [x, wide].contains(dtype))
         && master.is_none_or(|master| wide != x && master.dtype() == wide);
     if !fits {
         return None;
@@ -81,26 +90,43 @@ pub(crate) fn kernel(update: &AdamWUpdate<'_>) -> Option<&'static str> {
 
 /// Updates tensors that have this [`kernel`], all on one device.
 pub(crate) fn step(kernel: &'static str, updates: &[&AdamWUpdate<'_>], options: AdamWOptions) -> Result<()> {
-    updates.chunks(TENSORS).try_for_each(|updates| {
-        let mut grads = Vec::with_capacity(updates.len());
+    let mut rest = updates;
+    while !rest.is_empty() {
+        let (count, changed) = launched(rest);
+        if count == 0 {
+            bail!("AdamW: a variable shares memory with its moments or its copy");
+        }
+        let (updates, others) = rest.split_at(count);
+        rest = others;
+        let mut grads = Vec::with_capacity(count);
         for update in updates {
             let grad = update.grad.detach().contiguous()?;
-            let changed = [Some(update.var), update.master, Some(update.moments[0]), Some(update.moments[1])];
-            let lies_in_both = changed.into_iter().flatten().any(|changed| share_memory(&grad, changed));
-            grads.push(if lies_in_both { grad.copy()? } else { grad });
+            // What is changed cannot be read.
+            grads.push(if changed.contains(&memory_of(&grad)) { grad.copy()? } else { grad });
         }
-        let changed: Vec<&Tensor> = updates
-            .iter()
-            .flat_map(|AdamWUpdate { var, master, moments: [first, second], .. }| {
-                [Some(*var), *master, Some(*first), Some(*second)]
-                    .into_iter()
-                    .flatten()
-                    .map(|var| var.as_tensor())
-            })
-            .collect();
+        let changed: Vec<&Tensor> = updates.iter().flat_map(|update| update.changed()).collect();
         let launch = UpdateLaunch { kernel, updates, options };
-        with_places(&changed, Vec::new(), &mut |changed| launch.run(changed, &grads))
-    })
+        with_places(&changed, Vec::new(), &mut |changed| launch.run(changed, &grads))?;
+    }
+    Ok(())
+}
+
+/// Returns how many of the first updates one launch may have, and the memory that it changes.
+///
+/// Each memory is locked while it is changed. So an update that changes or reads what an earlier one changes is of the next launch.
+fn launched(updates: &[&AdamWUpdate<'_>]) -> (usize, HashSet<usize>) {
+    let mut changed = HashSet::new();
+    for (count, update) in updates.iter().take(TENSORS).enumerate() {
+        let of_update: HashSet<usize> = update.changed().map(memory_of).collect();
+        let is_apart = of_update.len() == update.changed().count()
+            && changed.is_disjoint(&of_update)
+            && !changed.contains(&memory_of(update.grad));
+        if !is_apart {
+            return (count, changed);
+        }
+        changed.extend(of_update);
+    }
+    (updates.len().min(TENSORS), changed)
 }
 
 /// Where the elements of a tensor are while they may be changed.

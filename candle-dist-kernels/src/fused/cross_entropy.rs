@@ -2,7 +2,7 @@
 use super::call::{FusedCall, KernelText, Scalar, wide};
 use super::run::{made, node, threads_of_row};
 use candle_core::{Device, Result, Shape, Tensor};
-use candle_dist_base::{ReduceOp, edges};
+use candle_dist_base::{ReduceOp, edges, empty};
 
 /// Reduces `[n]` over the pieces of the classes.
 pub(crate) type JoinPieces<'a> = dyn Fn(&Tensor, ReduceOp) -> Result<Tensor> + 'a;
@@ -52,6 +52,14 @@ impl DeviceWeights {
             self.shares.as_ref().map_or([None; 2], |[shares, spread]| [Some(shares), Some(spread)]);
         [Some(&self.targets), Some(&self.peaks), shares, spread]
     }
+}
+
+/// As [`weighted`], of a piece without elements. It joins what the others do, without a graph, as theirs is.
+pub(crate) fn of_nothing(logits: &Tensor, join: &JoinPieces<'_>) -> Result<Tensor> {
+    let (rows, dtype, device) = (logits.dim(0)?, wide(logits.dtype()), logits.device());
+    join(&empty::full(f64::NEG_INFINITY, rows, dtype, device)?, ReduceOp::Max)?;
+    join(&Tensor::zeros(rows, dtype, device)?, ReduceOp::Sum)?;
+    empty::zeros_of(&[logits], rows, dtype)
 }
 
 /// See [`weighted_cross_entropy`](crate::cross_entropy::weighted_cross_entropy). The logits have elements.

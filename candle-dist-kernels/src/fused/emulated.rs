@@ -1,9 +1,8 @@
 //! Launches that a test runs on the host.
 use super::call::{FusedCall, KernelText, Scalar};
-use candle_core::backend::BackendDevice;
-use candle_core::cpu_backend::CpuDevice;
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, WithDType, bail};
 use candle_dist_base::Fresh;
+use half::{bf16, f16};
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -94,6 +93,17 @@ pub(super) fn bytes_mut(storage: &mut CpuStorage) -> Result<(*mut u8, usize)> {
     })
 }
 
+/// Elements that hold NaN until the kernel writes them: on a device they hold anything.
+fn unwritten(count: usize, dtype: DType) -> Result<CpuStorage> {
+    Ok(match dtype {
+        DType::F16 => CpuStorage::F16(vec![f16::NAN; count]),
+        DType::BF16 => CpuStorage::BF16(vec![bf16::NAN; count]),
+        DType::F32 => CpuStorage::F32(vec![f32::NAN; count]),
+        DType::F64 => CpuStorage::F64(vec![f64::NAN; count]),
+        _ => bail!("a kernel does not write this dtype"),
+    })
+}
+
 /// Runs a launch by the runner of this thread.
 pub(super) fn run(call: &FusedCall<'_>) -> Result<Vec<Fresh>> {
     let Some(runner) = RUNNER.with_borrow(Clone::clone) else { bail!("{}: nothing runs it", call.op) };
@@ -117,7 +127,7 @@ pub(super) fn run(call: &FusedCall<'_>) -> Result<Vec<Fresh>> {
             arguments.push(HostArgument::Null);
             continue;
         };
-        let mut storage = CpuDevice.zeros_impl(shape, *dtype)?;
+        let mut storage = unwritten(shape.elem_count(), *dtype)?;
         let (at, len) = bytes_mut(&mut storage)?;
         arguments.push(HostArgument::Written(at, len));
         made.push(Fresh::host(storage, shape.clone()));

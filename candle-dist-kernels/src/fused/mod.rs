@@ -15,4 +15,4 @@ mod run;
 pub(crate) mod softmax;
 
 pub use call::KernelText;
-pub(crate) use run::computes;
+pub(crate) use run::{computes, would_compute};

@@ -4,15 +4,25 @@ use super::call::FusedCall;
 use super::cuda;
 use super::emulated::{self, is_emulated};
 use crate::real::is_computed;
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Device, Error, Result, Tensor, bail};
 use candle_dist_base::{Fresh, edges};
 
 impl FusedCall<'_> {
     /// Launches the kernel, and returns the results that are not `None`.
+    ///
+    /// # Errors
+    /// If the inputs are on several devices, whose memory one launch does not reach, or the launch fails.
     pub(crate) fn run(&self) -> Result<Vec<Fresh>> {
         // Each of the grid's numbers has 31 bits, and 16 behind the first.
         if self.grid[0] > i32::MAX as usize || self.grid[1] > usize::from(u16::MAX) {
             bail!("{}: {:?} blocks are more than a launch has", self.op, self.grid);
+        }
+        let mut devices = self.inputs.iter().flatten().map(|x| x.device());
+        if let Some(first) = devices.next()
+            && let Some(other) = devices.find(|device| !device.same_device(first))
+        {
+            let (lhs, rhs) = (first.location(), other.location());
+            return Err(Error::DeviceMismatchBinaryOp { lhs, rhs, op: self.op }.bt());
         }
         if is_emulated() {
             return emulated::run(self);
@@ -37,9 +47,15 @@ pub(crate) fn runs_on(device: &Device) -> bool {
 ///
 /// A launch without threads is none, and gradients of gradients need candle's own nodes.
 pub(crate) fn computes(inputs: &[&Tensor]) -> bool {
-    let is_fit = |x: &Tensor| x.elem_count() > 0 && x.dtype() == inputs[0].dtype() && runs_on(x.device());
-    inputs.iter().all(|x| is_fit(x))
-        && is_computed(inputs[0].dtype())
+    inputs.iter().all(|x| x.elem_count() > 0) && would_compute(inputs)
+}
+
+/// Returns whether these kernels compute an op on ranks where these tensors have elements.
+pub(crate) fn would_compute(inputs: &[&Tensor]) -> bool {
+    let (dtype, device) = (inputs[0].dtype(), inputs[0].device());
+    is_computed(dtype)
+        && runs_on(device)
+        && inputs.iter().all(|x| x.dtype() == dtype && x.device().same_device(device))
         && (edges::has_ticket(inputs) || !inputs.iter().any(|x| x.track_op()))
 }
 

@@ -1,9 +1,9 @@
-//! Copies of rows of any size. candle's kernel counts elements and strides in 32 bits, and would leave out the rest.
+//! Copies of rows of any size. candle's kernel counts elements, strides and places in 32 bits, and would leave out or misplace the rest.
 use super::storage::DeviceStorage;
 use crate::Result;
 use smallvec::{SmallVec, smallvec};
 
-/// The most elements of a copy, and the largest distance of its runs.
+/// The most elements from the first to the last of a copy, in either buffer.
 const MOST: usize = u32::MAX as usize;
 
 /// A copy of `rows` runs of `len` elements, with the start of the first run and the distance of the runs in both buffers.
@@ -32,7 +32,7 @@ pub(super) fn copy_rows<S: DeviceStorage>(
 }
 
 impl RowCopy {
-    /// Returns copies of at most so many elements, with no larger distances, that copy the same together.
+    /// Returns copies that reach over at most so many elements of each buffer, and copy the same together.
     fn within(self, most: usize) -> SmallVec<[Self; 1]> {
         let Self { rows, len, mut from, mut to } = self;
         if rows == 0 || len == 0 {
@@ -42,12 +42,14 @@ impl RowCopy {
             // A run has no distance to another one.
             (from.1, to.1) = (len, len);
         }
-        let is_far = rows > 1 && from.1.max(to.1) > most;
-        if !is_far && rows.checked_mul(len).is_some_and(|count| count <= most) {
+        // The runs that one copy reaches: all but the last of them with the distance to the next one.
+        let step = from.1.max(to.1).max(len);
+        let reached = most.checked_sub(len).map_or(0, |rest| rest / step + 1);
+        if rows <= reached {
             return smallvec![Self { rows, len, from, to }];
         }
-        // Rows that are too long or too far from each other are copied one by one, and then they have no distance.
-        let (height, width) = if is_far || len > most { (1, len.min(most)) } else { (most / len, len) };
+        // Runs that are too long are cut, and those that are too far from each other are copied one by one.
+        let (height, width) = (reached.max(1), len.min(most));
         let pieces = (0..rows).step_by(height).flat_map(|row| {
             (0..len).step_by(width).map(move |start| {
                 let (rows, len) = (height.min(rows - row), width.min(len - start));
@@ -69,6 +71,11 @@ mod tests {
     use candle_core::backend::BackendStorage;
     use proptest::prelude::*;
 
+    /// The elements from the first to the last of a copy, in the buffer where they are farther apart.
+    fn reach(copy: &RowCopy) -> usize {
+        (copy.rows - 1) * copy.from.1.max(copy.to.1) + copy.len
+    }
+
     proptest! {
         #[test]
         fn strips_together_are_the_whole(
@@ -87,7 +94,7 @@ mod tests {
             };
             let whole = RowCopy { rows, len, from, to };
             let strips = whole.within(most);
-            prop_assert!(strips.iter().all(|it| it.rows * it.len <= most && it.from.1.max(it.to.1) <= most));
+            prop_assert!(strips.iter().all(|it| reach(it) <= most), "{strips:?}");
             prop_assert_eq!(copied(&strips), copied(&[whole]));
         }
     }
@@ -97,11 +104,16 @@ mod tests {
         let copy = |rows, len, step| RowCopy { rows, len, from: (7, step), to: (0, len) };
         let small = copy(1 << 14, 1 << 17, 1 << 18);
         assert_eq!(small.within(MOST)[..], [small]);
-        // Logits of 16k tokens and 256k words on two ranks.
-        for big in [copy(1 << 14, 1 << 18, 1 << 19), copy(3, 1 << 33, 1 << 34), copy(5, 8, 1 << 33)] {
+        // Logits of 16k tokens and 256k words on two ranks. Logits of 32k tokens on eight ranks: each has less than 2^32 of them, but its
+        // last rows are farther behind the first one.
+        for big in [
+            copy(1 << 14, 1 << 18, 1 << 19),
+            copy(1 << 15, 1 << 15, 1 << 18),
+            copy(3, 1 << 33, 1 << 34),
+            copy(5, 8, 1 << 33),
+        ] {
             let strips = big.within(MOST);
-            let is_small = |it: &RowCopy| it.rows * it.len <= MOST && it.from.1 <= MOST && it.to.1 <= MOST;
-            assert!(strips.len() > 1 && strips.iter().all(is_small), "{strips:?}");
+            assert!(strips.len() > 1 && strips.iter().all(|it| reach(it) <= MOST), "{strips:?}");
             assert_eq!(strips.iter().map(|it| it.rows * it.len).sum::<usize>(), big.rows * big.len);
         }
     }

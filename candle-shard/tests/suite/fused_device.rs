@@ -1,12 +1,12 @@
 //! The fused kernels of CUDA devices against the ops of the host, values and gradients. Their text is compiled as C++ and run here.
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_dist_kernels::parts::{
-    AdamWUpdate, Function, Goal, Goals, HostArgument, HostLaunch, HostRunner, KernelText, step_adam_w,
-    weighted_cross_entropy, with_kernels_on_host,
+    AdamWUpdate, Function, Goal, Goals, HostArgument, HostLaunch, HostRunner, KernelText, decode_attn,
+    step_adam_w, weighted_cross_entropy, with_kernels_on_host,
 };
 use candle_dist_kernels::{
-    RopePairs, add, add_rms_norm, causal_softmax, clamped_gate, layer_norm, masked_softmax, rms_norm, rope,
-    silu_gate, softmax,
+    RopePairs, add, add_rms_norm, causal_softmax, clamped_gate, flash_attn, layer_norm, masked_softmax,
+    rms_norm, rope, silu_gate, softmax,
 };
 use candle_nn::ParamsAdamW;
 use device_text::{DeviceText, LaunchShape, TextMemory};
@@ -223,6 +223,19 @@ fn functions_and_gates_are_those_of_the_host() {
     }
 }
 
+/// The kernels take a limit of 0 for none.
+#[test]
+fn a_limit_that_is_0_as_f32_is_a_limit() {
+    if TEXTS.is_none() {
+        return;
+    }
+    for dtype in DTYPES {
+        let [x, gate] = [1, 2].map(|seed| values(&[7], seed, dtype));
+        let op = || clamped_gate(&x, &gate, 1.702, 1e-60).unwrap();
+        compare(&format!("{dtype:?}"), &with_kernels_on_host(Arc::new(run), op), &op(), allowed(dtype));
+    }
+}
+
 #[test]
 fn softmax_is_that_of_the_host() {
     for shape in [&[1, 1][..], &[3, 5], &[2, 4, 33], &[2, 700]] {
@@ -325,5 +338,76 @@ fn adam_w_of_many_tensors_has_the_bits_of_the_host() {
         for (at, (got, want)) in got.iter().zip(&want).enumerate() {
             assert_eq!(numbers(got), numbers(want), "{dtype:?} {flags}, tensor {at}");
         }
+    }
+}
+
+/// A variable that comes twice, gradients that are variables, and moments of another dtype, which no kernel has.
+#[test]
+fn adam_w_of_tensors_that_share_memory_has_the_bits_of_the_host() {
+    let steps = |dtype: DType, of_moments: DType| -> Vec<Tensor> {
+        let vars: Vec<Var> =
+            (0..4).map(|at| Var::from_tensor(&values(&[6, 6], at, dtype)).unwrap()).collect();
+        let grad_of_0 = vars[1].as_detached_tensor();
+        let grad_of_1 = vars[0].as_detached_tensor().t().unwrap();
+        let grad_of_3 = vars[3].as_detached_tensor();
+        let plain = values(&[6, 6], 9, dtype);
+        let given =
+            [(0, &plain), (0, &grad_of_0), (2, &plain), (1, &grad_of_1), (0, &plain), (3, &grad_of_3)];
+        let moment = || Var::zeros((6, 6), of_moments, &Device::Cpu).unwrap();
+        let moments: Vec<[Var; 2]> = given.iter().map(|_| [moment(), moment()]).collect();
+        let params = ParamsAdamW { lr: 0.1, weight_decay: 0.3, ..ParamsAdamW::default() };
+        let updates = given.iter().zip(&moments).map(|(&(var, grad), moments)| AdamWUpdate {
+            steps: 1,
+            var: &vars[var],
+            master: None,
+            moments: moments.each_ref(),
+            grad,
+        });
+        step_adam_w(&params, &updates.collect::<Vec<_>>()).unwrap();
+        vars.iter().chain(moments.iter().flatten()).map(|var| var.as_detached_tensor()).collect()
+    };
+    for (dtype, of_moments) in
+        [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::BF16, DType::F16)]
+    {
+        let want = steps(dtype, of_moments);
+        if TEXTS.is_none() {
+            return;
+        }
+        let got = with_kernels_on_host(Arc::new(run), || steps(dtype, of_moments));
+        for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+            assert_eq!(numbers(got), numbers(want), "{dtype:?} with moments of {of_moments:?}, tensor {at}");
+        }
+    }
+}
+
+/// One launch does not reach the memory of another GPU.
+#[test]
+fn tensors_of_several_gpus_are_refused() {
+    if test_utils::skip_unless_gpus(2) {
+        return;
+    }
+    let gpus = [0, 1].map(|gpu| Device::new_cuda(gpu).unwrap());
+    let on = |dims: &[usize], gpu: usize| values(dims, 1, DType::F32).to_device(&gpus[gpu]).unwrap();
+    let ops: [(&str, &dyn Fn(usize) -> Result<Tensor>); 6] = [
+        ("rms_norm", &|other| rms_norm(&on(&[3, 8], 0), &on(&[8], other), 1e-5)),
+        ("silu_gate", &|other| silu_gate(&on(&[3, 8], 0), &on(&[3, 8], other))),
+        ("masked_softmax", &|other| masked_softmax(&on(&[3, 8], 0), &on(&[8], other), 1.0)),
+        ("rope", &|other| {
+            let tables = [0, other].map(|gpu| on(&[3, 4], gpu));
+            rope(&on(&[3, 8], 0), &tables[0], &tables[1], 0, RopePairs::Halves)
+        }),
+        ("flash_attn", &|other| {
+            let [q, k, v] = [0, other, 0].map(|gpu| on(&[1, 3, 2, 8], gpu));
+            flash_attn(&q, &k, &v, 0.5, true)
+        }),
+        ("decode_attn", &|other| {
+            let kept = [other, 0].map(|gpu| on(&[1, 2, 3, 8], gpu));
+            decode_attn(&on(&[1, 2, 1, 8], 0), &[kept], 0.5.into(), false)
+        }),
+    ];
+    for (name, op) in ops {
+        assert!(op(0).unwrap().device().same_device(&gpus[0]), "{name}");
+        let error = op(1).unwrap_err().to_string();
+        assert!(error.contains("device mismatch"), "{name}: {error}");
     }
 }

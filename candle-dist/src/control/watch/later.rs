@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// How many calls are sent in one message. Those of the last moments are sent anyway, see [`Watch::flush`](super::Watch::flush).
+/// How many calls are sent in one message. Those of the last moments are sent anyway, by `Watch::tell_calls`.
 const BATCH: usize = 64;
 
 /// The calls whose comparison this process has not heard of.

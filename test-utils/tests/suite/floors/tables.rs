@@ -153,9 +153,9 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
     folder(
         "",
         &[
-            "registers",
+            "device_text registers",
             "mod real",
-            "bounds conv convert device_text div element float_op master nvrtc parallel prefetch row_order rule weight_sink",
+            "bounds conv convert div element float_op master nvrtc parallel prefetch row_order rule weight_sink",
             "device_rows fused random rows",
             "few_rows numbers product row_put row_take rows_off_host",
             "embedding_off_host row_sum",
