@@ -12,6 +12,7 @@
 //! | tags | each pair of ranks has a channel per tag, created on first use: use few tags |
 //! | the first call on a group | waits until all members have made theirs, also if it is started. Later ones that are started do not wait, and those of different groups may come in any order on each rank |
 //! | a send | never waits; a thread of the backend delivers it when its receive is enqueued, however late. A rank that ends waits for its messages until their receivers have returned or the timeout has passed |
+//! | threads that share a GPU | wait on the host in each call until all members have come to it and until it is enqueued; a started call does so on a thread of its own |
 //! | ranks that make different calls | get an error: threads at once; processes within a second or before the rank ends, or at once if calls wait for it (`InitOptions::debug`) |
 //! | groups that are dropped | keep their memory, up to 8 for each rank, or until no call is under way |
 //!
@@ -52,6 +53,7 @@ mod launches;
 mod limit;
 #[cfg(feature = "nccl")]
 mod marks;
+mod meetings;
 #[cfg(feature = "nccl")]
 mod parked;
 #[cfg(feature = "nccl")]
@@ -87,6 +89,8 @@ pub(crate) use devices::check as check_devices;
 #[cfg(feature = "nccl")]
 pub use handle::library_version;
 #[cfg(feature = "nccl")]
+pub(crate) use meetings::MeetingTable;
+#[cfg(feature = "nccl")]
 pub(crate) use parked::ParkedComms;
 #[cfg(feature = "nccl")]
 pub(crate) use pools::open as open_pools;
@@ -110,7 +114,7 @@ pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backen
     crate::threads::note_gpu_variables();
     let crate::launch::GpuOptions { max_ctas, abort_timeout } = control.gpu();
     let ctas = CtaLimits::new(max_ctas, info.local_size.div_ceil(gpus()?.max(1)))?;
-    let terms = RankTerms { ctas, abort_timeout, parked: ParkedComms::new(1) };
+    let terms = RankTerms { ctas, abort_timeout, parked: ParkedComms::new(1), meetings: None };
     let watch = WorldWatch::Process(control.clone(), LastCalls::default());
     Ok(Arc::new(NcclBackend::world(watch, &device, control.size(), terms)?))
 }

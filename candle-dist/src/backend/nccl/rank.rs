@@ -5,6 +5,7 @@ use super::ctas::CtaLimits;
 use super::handle::{CommTerms, UniqueId};
 use super::lanes::LaneSet;
 use super::limit::Limit;
+use super::meetings::MeetingTable;
 use super::parked::ParkedComms;
 use super::watch::WorldWatch;
 use crate::backend::cuda::driver;
@@ -26,6 +27,8 @@ pub(crate) struct RankTerms {
     /// How long an abort may take before the process ends.
     pub(crate) abort_timeout: Duration,
     pub(crate) parked: Arc<ParkedComms>,
+    /// Where ranks of this process share a GPU.
+    pub(crate) meetings: Option<Arc<MeetingTable>>,
 }
 
 /// The state of one rank.
@@ -39,6 +42,7 @@ pub(super) struct NcclRank {
     pub(super) turn: Mutex<()>,
     pub(super) ctas: CtaLimits,
     pub(super) parked: Arc<ParkedComms>,
+    pub(super) meetings: Option<Arc<MeetingTable>>,
     aborts: Arc<AbortSet>,
     abort_timeout: Duration,
     /// How many messages wait for their receivers and are not enqueued.
@@ -91,7 +95,7 @@ impl NcclRank {
         let device = device.as_cuda_device()?.clone();
         device.cuda_stream().context().bind_to_thread().map_err(driver)?;
         let (_, priority) = cudarc::driver::result::stream::get_priority_range().map_err(driver)?;
-        let RankTerms { ctas, abort_timeout, parked } = terms;
+        let RankTerms { ctas, abort_timeout, parked, meetings } = terms;
         let rank = Arc::new(Self {
             watch,
             device,
@@ -99,6 +103,7 @@ impl NcclRank {
             turn: Mutex::default(),
             ctas,
             parked,
+            meetings,
             aborts: Arc::default(),
             abort_timeout,
             unsent: AtomicUsize::new(0),
