@@ -42,17 +42,17 @@ pub fn set_both(to: [&Tensor; 2], new: [&Tensor; 2], dim: usize, offset: usize) 
         [new.elem_count(), new.dims()[dim] * inner, start, to.dims()[dim] * inner]
     };
     let [first, second] = [runs(0), runs(1)];
-    let put = PutBoth { dtype: to[0].dtype(), counts: [first, second].concat() };
+    let put = PairWrite { dtype: to[0].dtype(), counts: [first, second].concat() };
     to[0].inplace_op3(new[0], new[1], &put)
 }
 
 /// Runs of elements of two tensors: how many elements they have, the length of a run, its first place, and the distance of the next.
-struct PutBoth {
+struct PairWrite {
     dtype: DType,
     counts: Vec<usize>,
 }
 
-impl PutBoth {
+impl PairWrite {
     fn kernel(&self) -> String {
         format!("put_{}", self.dtype.as_str())
     }
@@ -62,7 +62,7 @@ impl PutBoth {
     }
 }
 
-impl InplaceOp3 for PutBoth {
+impl InplaceOp3 for PairWrite {
     fn name(&self) -> &'static str {
         "set_both"
     }

@@ -6,14 +6,14 @@ use candle_dist_base::{Fresh, edges};
 
 /// The tables `[1 or b, s, d/2]` of cosines and of sines, and whether the elements of a pair are neighbors, or a half apart.
 #[derive(Clone)]
-struct Angles {
+struct TurnAngles {
     tables: [Tensor; 2],
     are_neighbors: bool,
 }
 
 /// Rotates rows `[b, .., s, d]`, or back. The tables are `[1 or b, s, d/2]`. Pairs are neighbors, or a half apart.
 pub(crate) fn rope(x: &Tensor, tables: [&Tensor; 2], are_neighbors: bool) -> Result<Tensor> {
-    let (angles, input) = (Angles::new(tables, are_neighbors)?, evenly_spaced(x)?);
+    let (angles, input) = (TurnAngles::new(tables, are_neighbors)?, evenly_spaced(x)?);
     let [made] = made_of([Some(&input), None], &angles, 1.0)?;
     let variable = input.clone();
     node("rope", &[&input], made, move |grad| {
@@ -28,7 +28,7 @@ pub(crate) fn rope_both(
     tables: [&Tensor; 2],
     are_neighbors: bool,
 ) -> Result<[Tensor; 2]> {
-    let angles = Angles::new(tables, are_neighbors)?;
+    let angles = TurnAngles::new(tables, are_neighbors)?;
     let inputs = [evenly_spaced(x)?, evenly_spaced(y)?];
     let made = made_of([Some(&inputs[0]), Some(&inputs[1])], &angles, 1.0)?;
     let variables = inputs.clone();
@@ -59,7 +59,7 @@ pub(crate) fn rope_both(
     })
 }
 
-impl Angles {
+impl TurnAngles {
     /// Tables whose rows lie in one line are read where they are; both have the same strides.
     fn new(tables: [&Tensor; 2], are_neighbors: bool) -> Result<Self> {
         let fits = |table: &Tensor| table.stride()[2] == 1 && table.stride() == tables[0].stride();
@@ -96,7 +96,11 @@ fn strides(layout: &Layout) -> Option<([usize; 4], [usize; 4])> {
 }
 
 /// The rows of one tensor, or of two, turned by the angles times `sign`.
-fn made_of<const N: usize>(tensors: [Option<&Tensor>; 2], angles: &Angles, sign: f64) -> Result<[Fresh; N]> {
+fn made_of<const N: usize>(
+    tensors: [Option<&Tensor>; 2],
+    angles: &TurnAngles,
+    sign: f64,
+) -> Result<[Fresh; N]> {
     let Some(first) = tensors[0] else { bail!("rope: no tensor") };
     let Some(([_, _, tokens, width], _)) = strides(first.layout()) else {
         bail!("rope: the dims of {:?} are not evenly spaced", first.layout());

@@ -150,7 +150,9 @@ impl RankContext {
             Guard::Thread(guard) => {
                 guard.finish(end);
                 // What it returns may come from a call that was aborted.
-                if let (Some(_), Err(error)) = (&result, self.group.backend().finish()) {
+                if result.is_some()
+                    && let Err(error) = self.group.backend().finish()
+                {
                     blame(self.culprit().unwrap_or(rank), cut_trace(&error.to_string()));
                     return None;
                 }

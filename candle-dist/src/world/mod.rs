@@ -11,7 +11,7 @@ pub use processes::{init_process_group, init_process_group_with};
 
 #[cfg(feature = "nccl")]
 use crate::backend::nccl::{
-    CallTable, CtaLimits, MeetingTable, NcclBackend, ParkedComms, RankTerms, ReceivePosts, ThreadValues,
+    AssemblyTable, CallTable, CtaLimits, NcclBackend, ParkedComms, RankTerms, ReceivePosts, ThreadValues,
     WorldWatch, check_devices, open_pools,
 };
 use crate::backend::threads::{RankGuard, ThreadBackend, WorldState};
@@ -394,14 +394,14 @@ fn over_nccl(
     let most_on_one = devices.iter().map(|device| format!("{:?}", device.location())).counts();
     let most_on_one = most_on_one.into_values().max().unwrap_or(1);
     let ctas = CtaLimits::new(gpu.max_ctas, most_on_one)?;
-    let meetings = (most_on_one > 1).then(Arc::<MeetingTable>::default);
+    let assemblies = (most_on_one > 1).then(Arc::<AssemblyTable>::default);
     let (values, calls) = (Arc::new(ThreadValues::default()), Arc::new(CallTable::default()));
     let (posts, parked) = (Arc::new(ReceivePosts::default()), ParkedComms::new(devices.len()));
     let backend = |(rank, device)| {
         let (world, values) = (world.clone(), values.clone());
         let watch = WorldWatch::Thread { world, values, calls: calls.clone(), posts: posts.clone(), rank };
-        let (parked, meetings) = (parked.clone(), meetings.clone());
-        let terms = RankTerms { ctas, abort_timeout: gpu.abort_timeout, parked, meetings };
+        let (parked, assemblies) = (parked.clone(), assemblies.clone());
+        let terms = RankTerms { ctas, abort_timeout: gpu.abort_timeout, parked, assemblies };
         Ok(Arc::new(NcclBackend::world(watch, device, devices.len(), terms)?) as Arc<_>)
     };
     devices.iter().enumerate().map(backend).collect()

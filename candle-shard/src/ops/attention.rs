@@ -16,9 +16,9 @@ use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
-use std::cell::RefCell;
 pub use options::{Attention, ContextWay, Documents};
 pub use order::TokenOrder;
+use std::cell::RefCell;
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 

@@ -1,12 +1,12 @@
 //! The fused kernels of CUDA devices against the ops of the host, values and gradients. Their text is compiled as C++ and run here.
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_dist_kernels::parts::{
-    AdamWUpdate, Function, Goal, Goals, HostArgument, HostLaunch, HostRunner, KernelText, set_both, step_adam_w,
-    weighted_cross_entropy, with_kernels_on_host,
+    AdamWUpdate, Function, Goal, Goals, HostArgument, HostLaunch, HostRunner, KernelText, set_both,
+    step_adam_w, weighted_cross_entropy, with_kernels_on_host,
 };
 use candle_dist_kernels::{
-    RopePairs, add, add_rms_norm, causal_softmax, clamped_gate, layer_norm, masked_softmax, rms_norm, rope, rope_both,
-    silu_gate, softmax,
+    RopePairs, add, add_rms_norm, causal_softmax, clamped_gate, layer_norm, masked_softmax, rms_norm, rope,
+    rope_both, silu_gate, softmax,
 };
 use candle_nn::ParamsAdamW;
 use device_text::{DeviceText, LaunchShape, TextMemory};

@@ -142,7 +142,7 @@ impl NcclBackend {
         let comm = self.comm()?;
         let mut latest = self.latest.lock();
         let is_held_up = latest.as_ref().is_some_and(|latest| !latest.is_over());
-        let waits = is_held_up || self.rank.meetings.is_some() || comm.has_to_meet(exchanges(prepared));
+        let waits = is_held_up || self.rank.assemblies.is_some() || comm.has_to_meet(exchanges(prepared));
         if call.form == Form::Started && waits {
             let prepared = prepared.clone();
             let enqueue = move || issue(&comm, &after, &call, &prepared);
@@ -158,7 +158,8 @@ impl NcclBackend {
     fn launch_barrier(&self, call: &Call) -> Result<EnqueuedCall> {
         let words = call.note.as_ref().map_or(0, |note| hash::stable(note.as_bytes()) as i64);
         let mine = Tensor::new(&[words], &Device::Cpu)?;
-        let gather = Call::on(Collective::all_gather(Cut::even(0, 1, self.ranks.len())), &mine);
+        let gather = Collective::all_gather(Cut::even(0, 1, self.ranks.len()));
+        let gather = Call { form: call.form, ..Call::on(gather, &mine) };
         self.launch(Arc::new(gather), smallvec![mine])
     }
 

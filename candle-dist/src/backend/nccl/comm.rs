@@ -1,8 +1,8 @@
 //! A nonblocking communicator, which is polled against a deadline and aborted on failure.
+use super::assemblies::{CallMember, CallPoint};
 use super::errors::explain;
 use super::handle::{CommTerms, Handle, abort, async_state, is_fine, name_of, unblocking};
 use super::limit::{Limit, PriorWork};
-use super::meetings::{CallMember, CallPoint};
 use super::rank::{NcclRank, PollPause};
 use crate::backend::cuda::driver;
 use crate::{Error, Result};
@@ -81,9 +81,10 @@ impl CommState {
         let handle = (!raw.is_null()).then_some(Handle(raw));
         let (handle, issued, made) = (Mutex::new(handle), Mutex::default(), AtomicU64::new(0));
         let (rank, name, latest) = (rank.clone(), members.name, Mutex::new("init"));
-        let (met, meetings) = (Mutex::default(), rank.meetings.as_ref().filter(|_| size > 1));
-        let member = meetings.map(|meetings| meetings.member(name, size, me));
-        let comm = Arc::new(Self { rank, name, size, limit, stream, handle, issued, made, latest, met, member });
+        let (met, assemblies) = (Mutex::default(), rank.assemblies.as_ref().filter(|_| size > 1));
+        let member = assemblies.map(|assemblies| assemblies.member(name, size, me));
+        let comm =
+            Arc::new(Self { rank, name, size, limit, stream, handle, issued, made, latest, met, member });
         let mut handle = comm.handle.lock();
         if let Err(error) = comm.settle(&mut handle, "init", code, 0, None) {
             comm.abort(handle);
@@ -445,9 +446,9 @@ impl NcclComm {
     pub(super) fn wait_for_receiver(&self, number: u64) -> Result<()> {
         match &self.0.limit {
             // They meet in the call.
-            Limit::Send(sending) if self.0.member.is_none() => self
-                .0
-                .wait_until(number, || Ok(self.0.rank.watch.is_awaited(sending.channel, number))),
+            Limit::Send(sending) if self.0.member.is_none() => {
+                self.0.wait_until(number, || Ok(self.0.rank.watch.is_awaited(sending.channel, number)))
+            }
             _ => Ok(()),
         }
     }

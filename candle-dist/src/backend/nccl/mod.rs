@@ -18,7 +18,7 @@
 //!
 //! A rank's watchdog checks its communicators several times a second. It aborts them if NCCL reports an error, a call
 //! exceeds the timeout, or the world has failed, so that no stream waits forever. Results computed from an aborted call
-//! are garbage, and every later call returns the error. An abort that hangs ends the process ([`World::abort_timeout`](crate::World::abort_timeout)).
+//! are garbage, and every later call returns the error, as the end of the world does. An abort that hangs ends the process ([`World::abort_timeout`](crate::World::abort_timeout)).
 //!
 //! | variable | set by [`threads::settle`](crate::threads::settle), unless the user has set it |
 //! |---|---|
@@ -30,6 +30,7 @@
 mod plan;
 
 mod abort;
+mod assemblies;
 #[cfg(feature = "nccl")]
 mod backend;
 #[cfg(feature = "nccl")]
@@ -53,7 +54,6 @@ mod launches;
 mod limit;
 #[cfg(feature = "nccl")]
 mod marks;
-mod meetings;
 #[cfg(feature = "nccl")]
 mod parked;
 #[cfg(feature = "nccl")]
@@ -77,6 +77,8 @@ use candle_core::Device;
 use std::sync::Arc;
 
 #[cfg(feature = "nccl")]
+pub(crate) use assemblies::AssemblyTable;
+#[cfg(feature = "nccl")]
 pub(crate) use backend::NcclBackend;
 #[cfg(feature = "nccl")]
 pub(crate) use compare::CallTable;
@@ -88,8 +90,6 @@ pub(crate) use ctas::CtaLimits;
 pub(crate) use devices::check as check_devices;
 #[cfg(feature = "nccl")]
 pub use handle::library_version;
-#[cfg(feature = "nccl")]
-pub(crate) use meetings::MeetingTable;
 #[cfg(feature = "nccl")]
 pub(crate) use parked::ParkedComms;
 #[cfg(feature = "nccl")]
@@ -114,7 +114,7 @@ pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backen
     crate::threads::note_gpu_variables();
     let crate::launch::GpuOptions { max_ctas, abort_timeout } = control.gpu();
     let ctas = CtaLimits::new(max_ctas, info.local_size.div_ceil(gpus()?.max(1)))?;
-    let terms = RankTerms { ctas, abort_timeout, parked: ParkedComms::new(1), meetings: None };
+    let terms = RankTerms { ctas, abort_timeout, parked: ParkedComms::new(1), assemblies: None };
     let watch = WorldWatch::Process(control.clone(), LastCalls::default());
     Ok(Arc::new(NcclBackend::world(watch, &device, control.size(), terms)?))
 }

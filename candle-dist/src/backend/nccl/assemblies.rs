@@ -27,11 +27,11 @@ pub(super) enum CallPoint {
 
 /// The communicators of a process whose ranks share a GPU, by name.
 #[derive(Debug, Default)]
-pub(crate) struct MeetingTable(Mutex<FxHashMap<u64, Weak<CallMeeting>>>);
+pub(crate) struct AssemblyTable(Mutex<FxHashMap<u64, Weak<CallAssembly>>>);
 
 /// Where the members of a communicator meet for their calls.
 #[derive(Debug)]
-struct CallMeeting {
+struct CallAssembly {
     /// How many calls each member has come to, at both points.
     counts: Mutex<Vec<[u64; 2]>>,
     changed: Condvar,
@@ -41,21 +41,21 @@ struct CallMeeting {
 #[derive(Debug)]
 pub(super) struct CallMember {
     me: usize,
-    meeting: Arc<CallMeeting>,
+    assembly: Arc<CallAssembly>,
 }
 
-impl MeetingTable {
+impl AssemblyTable {
     /// Returns the member `me` of the `size` members of a communicator.
     pub(super) fn member(&self, name: u64, size: usize, me: usize) -> CallMember {
         let mut table = self.0.lock();
-        let meeting = table.get(&name).and_then(Weak::upgrade).unwrap_or_else(|| {
-            table.retain(|_, meeting| meeting.strong_count() > 0);
+        let assembly = table.get(&name).and_then(Weak::upgrade).unwrap_or_else(|| {
+            table.retain(|_, assembly| assembly.strong_count() > 0);
             let new =
-                Arc::new(CallMeeting { counts: Mutex::new(vec![[0; 2]; size]), changed: Condvar::new() });
+                Arc::new(CallAssembly { counts: Mutex::new(vec![[0; 2]; size]), changed: Condvar::new() });
             table.insert(name, Arc::downgrade(&new));
             new
         });
-        CallMember { me, meeting }
+        CallMember { me, assembly }
     }
 }
 
@@ -63,20 +63,20 @@ impl CallMember {
     /// This member comes to a point of its next call. Returns the number of the call.
     pub(super) fn come(&self, point: CallPoint) -> u64 {
         let count = {
-            let mut counts = self.meeting.counts.lock();
+            let mut counts = self.assembly.counts.lock();
             let count = &mut counts[self.me][point as usize];
             *count += 1;
             *count
         };
-        self.meeting.changed.notify_all();
+        self.assembly.changed.notify_all();
         count - 1
     }
 
     /// Returns whether all members have come to this point of a call. Waits a little for them.
     pub(super) fn are_all_here(&self, point: CallPoint, call: u64) -> bool {
         let some_lack = |counts: &mut Vec<[u64; 2]>| counts.iter().any(|of| of[point as usize] <= call);
-        let mut counts = self.meeting.counts.lock();
-        self.meeting.changed.wait_while_for(&mut counts, some_lack, TICK);
+        let mut counts = self.assembly.counts.lock();
+        self.assembly.changed.wait_while_for(&mut counts, some_lack, TICK);
         !some_lack(&mut counts)
     }
 }
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn members_meet_for_each_call_and_leave_nothing() {
-        let table = MeetingTable::default();
+        let table = AssemblyTable::default();
         let (first, second) = (table.member(7, 2, 0), table.member(7, 2, 1));
         assert_eq!(first.come(CallPoint::Ready), 0);
         assert!(!first.are_all_here(CallPoint::Ready, 0));
