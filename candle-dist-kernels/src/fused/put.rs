@@ -2,7 +2,7 @@
 use super::call::KernelText;
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::emulated::{self, HostArgument, HostLaunch, is_emulated};
+use super::emulated::{self, HostArgument, HostLaunch};
 use super::run::{runs_on, threads_of_each};
 use crate::real::is_computed;
 use crate::share_memory;

@@ -61,12 +61,12 @@ fn calls_on_a_shared_gpu(ctx: &RankContext) -> Result<()> {
         let squares = sum.sqr()?;
         ctx.group().send(&x, (me + 1) % n)?;
         let received = ctx.group().recv(40, DType::F32, (me + n - 1) % n)?;
-        let mut started = Vec::new();
-        for at in if me % 2 == 0 { [0, 1] } else { [1, 0] } {
-            started.push(groups[at].call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?);
-        }
-        for made in started {
-            assert_eq!(made.wait()?.to_vec1::<f32>()?, [14.0; 40]);
+        let order = if me % 2 == 0 { [0, 1] } else { [1, 0] };
+        let barriers = order.map(|at| groups[at].call(Collective::Barrier).start_all(&[]));
+        let sums = order.map(|at| groups[at].call(Collective::AllReduce(ReduceOp::Sum)).start(&x));
+        for (barrier, sum) in barriers.into_iter().zip(sums) {
+            barrier?.wait()?;
+            assert_eq!(sum?.wait()?.to_vec1::<f32>()?, [14.0; 40]);
         }
         assert_eq!(received.to_vec1::<f32>()?, vec![2.0 + ((me + n - 1) % n) as f32; 40]);
         assert_eq!(squares.to_vec1::<f32>()?, [196.0; 40]);
