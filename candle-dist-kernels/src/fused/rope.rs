@@ -52,6 +52,8 @@ pub(crate) fn rope_both(
         for ((kept, turned), variable) in kept.iter_mut().zip(turned).zip(&variables) {
             *kept = match turned {
                 Some(dx) => edges::keep(variable, dx.into_tensor())?,
+                // The loss does not depend on this one, whose own inputs need a gradient.
+                None if variable.track_op() && !variable.is_variable() => Some(variable.zeros_like()?),
                 None => None,
             };
         }
