@@ -197,7 +197,7 @@ step nccl-2 45 "${check[@]}" --engine nccl --ranks 2
 step toy 40 bash -c "toy --tp 2"
 step fsdp 40 bash -c "toy --fsdp 2 --runs single,pp"
 step pipeline 40 bash -c "toy --pp 2 --runs single,pp"
-step hang 30 "${check[@]}" --engine nccl --ranks 2 --only fault --seconds 5
+step hang 30 bash -c "pair ${check[*]} --engine nccl-process --only fault --seconds 5"
 step kill 45 bash -c killed
 step speed 60 "${check[@]}" --ranks 1 --only speed
 step decode 45 bash -c decode

@@ -101,7 +101,7 @@ pub use pool::{Pool, avg_pool2d, max_pool2d, upsample_bilinear2d, upsample_neare
 pub use quantized::{QuantizedMatrix, dequantized_linear, quantized_linear};
 pub use reshape::reshape;
 pub use rms_norm::rms_norm;
-pub use rope::{RopePairs, rope};
+pub use rope::{RopePairs, rope, rope_both};
 pub use short_conv::short_conv;
 pub use silu_gate::silu_gate;
 pub use softmax::{causal_softmax, softmax};
@@ -126,6 +126,7 @@ pub mod parts {
     pub use crate::fused::KernelText;
     pub use crate::fused::adam_w::AdamWUpdate;
     pub use crate::fused::emulated::{HostArgument, HostLaunch, HostRunner, with_kernels_on_host};
+    pub use crate::fused::put::set_both;
     pub use crate::master::{master_of, on_master};
     pub use crate::pool::upsample_bilinear2d_scaled;
     pub use crate::random::launch::{DrawLaunch, SOURCE as DRAW_SOURCE};

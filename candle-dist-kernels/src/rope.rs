@@ -34,6 +34,42 @@ pub enum RopePairs {
 /// ```
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePairs) -> Result<Tensor> {
     let dtype = compute_dtype("rope", x)?;
+    let [cos, sin] = angles(x, [cos, sin], offset)?;
+    let half = cos.dim(2)?;
+    if half > 0 && fused::computes(&[x]) {
+        return fused::rope::rope(x, [&cos, &sin], pairs == RopePairs::Neighbors);
+    }
+    if !x.device().is_cpu() {
+        return composed(x, &cos, &sin, half, pairs);
+    }
+    let [cos, sin] = [cos, sin].map(|t| t.to_dtype(dtype)?.contiguous());
+    edges::apply1(&x.contiguous()?, FloatNode(RopeOp { cos: cos?, sin: sin?, pairs }))
+}
+
+/// The [rotary position embedding](rope()) of queries and keys, which differ at most in their heads: on a CUDA device in one launch, and
+/// in one for their gradients.
+///
+/// The results are those of two calls of `rope`, and the errors too.
+pub fn rope_both(
+    [q, k]: [&Tensor; 2],
+    cos: &Tensor,
+    sin: &Tensor,
+    offset: usize,
+    pairs: RopePairs,
+) -> Result<[Tensor; 2]> {
+    let batch = |x: &Tensor| if x.rank() > 2 { x.dims()[0] } else { 1 };
+    let are_alike = batch(q) == batch(k) && q.dims().last_chunk::<2>() == k.dims().last_chunk::<2>();
+    if are_alike && q.device().same_device(k.device()) && fused::computes(&[q, k]) {
+        let [cos, sin] = angles(q, [cos, sin], offset)?;
+        if cos.dim(2)? > 0 {
+            return fused::rope::rope_both([q, k], [&cos, &sin], pairs == RopePairs::Neighbors);
+        }
+    }
+    Ok([rope(q, cos, sin, offset, pairs)?, rope(k, cos, sin, offset, pairs)?])
+}
+
+/// Returns the tables of the rows of `x`, `[1 or b, s, d/2]`.
+fn angles(x: &Tensor, [cos, sin]: [&Tensor; 2], offset: usize) -> Result<[Tensor; 2]> {
     let fits = |s: usize, d: usize, t: usize, half: usize| {
         cos.dims() == sin.dims() && d == 2 * half && s <= t.saturating_sub(offset)
     };
@@ -57,14 +93,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePa
     }
     let first = offset.min(table.saturating_sub(rows));
     let [cos, sin] = [cos, sin].map(|t| t.reshape((batch, table, half))?.narrow(1, first, rows));
-    if half > 0 && fused::computes(&[x]) {
-        return fused::rope::rope(x, [&cos?, &sin?], pairs == RopePairs::Neighbors);
-    }
-    if !x.device().is_cpu() {
-        return composed(x, &cos?, &sin?, half, pairs);
-    }
-    let [cos, sin] = [cos, sin].map(|t| t?.to_dtype(dtype)?.contiguous());
-    edges::apply1(&x.contiguous()?, FloatNode(RopeOp { cos: cos?, sin: sin?, pairs }))
+    Ok([cos?, sin?])
 }
 
 /// `cos` and `sin` are `[b, s, d/2]`, with `b` that of `x` or 1.

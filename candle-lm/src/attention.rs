@@ -115,12 +115,12 @@ impl SelfAttention {
                 if self.is_gated {
                     gate = Some(ungated([&mut q, &mut k, &mut v])?.transpose(1, 2)?.sigmoid()?);
                 }
-                q = self.placed(q, true, angles, &at)?;
-                let new = [self.placed(k, false, angles, &at)?, v];
-                LayerKeys { new, seen: SeenKeys::Untold }
+                let [turned, k] = self.placed_both([q, k], angles, &at)?;
+                q = turned;
+                LayerKeys { new: [k, v], seen: SeenKeys::Untold }
             }
             None => {
-                q = self.placed(q, true, angles, &at)?;
+                q = self.queries_placed(q, angles, &at)?;
                 let LayerKeys { new: [k, v], seen } = self.keys_of_another(shared)?;
                 let new = [k.redistribute_with(&q, HEADS)?, v.redistribute_with(&q, HEADS)?];
                 LayerKeys { new, seen: seen.clone() }
@@ -184,32 +184,51 @@ impl SelfAttention {
         })
     }
 
-    /// Queries or keys behind their norm and rotary positions; the tokens are those of texts, one behind another.
-    fn placed(
+    /// Queries and keys behind their norms and rotary positions; the tokens are those of texts, one behind another.
+    fn placed_both(
         &self,
-        x: DTensor,
-        are_queries: bool,
+        [q, k]: [DTensor; 2],
         angles: &Angles,
         at: &[TokenPositions],
-    ) -> Result<DTensor> {
-        let norm = if are_queries { &self.query_norm } else { &self.key_norm };
-        let normed = |x: DTensor| match (norm, self.qk_norm) {
+    ) -> Result<[DTensor; 2]> {
+        let normed = |[q, k]: [DTensor; 2]| {
+            Ok::<_, Error>([self.normed(q, &self.query_norm)?, self.normed(k, &self.key_norm)?])
+        };
+        let turned = |[q, k]: [DTensor; 2]| {
+            let [q, k] = match self.is_rotary {
+                true => angles.turn_both([&q, &k], at, self.window.is_some())?,
+                false => [q, k],
+            };
+            Ok::<_, Error>([self.tempered(q, angles, at)?, k])
+        };
+        if self.is_normed_behind_rotary() { normed(turned([q, k])?) } else { turned(normed([q, k])?) }
+    }
+
+    /// Queries behind their norm and rotary positions.
+    fn queries_placed(&self, q: DTensor, angles: &Angles, at: &[TokenPositions]) -> Result<DTensor> {
+        let turned = |q: DTensor| {
+            let q = if self.is_rotary { angles.turn(&q, at, self.window.is_some())? } else { q };
+            self.tempered(q, angles, at)
+        };
+        match self.is_normed_behind_rotary() {
+            true => self.normed(turned(q)?, &self.query_norm),
+            false => turned(self.normed(q, &self.query_norm)?),
+        }
+    }
+
+    fn is_normed_behind_rotary(&self) -> bool {
+        matches!(self.qk_norm, QkNorm::HeadBehindRotary | QkNorm::UnweightedBehindRotary)
+    }
+
+    fn tempered(&self, q: DTensor, angles: &Angles, at: &[TokenPositions]) -> Result<DTensor> {
+        if self.is_tempered { angles.scale_queries(q, at) } else { Ok(q) }
+    }
+
+    fn normed(&self, x: DTensor, norm: &Option<Norm>) -> Result<DTensor> {
+        match (norm, self.qk_norm) {
             (None, _) => Ok(x),
             (Some(norm), QkNorm::All) => norm.over_heads(&x),
             (Some(norm), _) => norm.forward(&x),
-        };
-        let turned = |mut x: DTensor| {
-            if self.is_rotary {
-                x = angles.turn(&x, at, self.window.is_some())?;
-            }
-            if are_queries && self.is_tempered {
-                x = angles.scale_queries(x, at)?;
-            }
-            Ok(x)
-        };
-        match self.qk_norm {
-            QkNorm::HeadBehindRotary | QkNorm::UnweightedBehindRotary => normed(turned(x)?),
-            _ => turned(normed(x)?),
         }
     }
 

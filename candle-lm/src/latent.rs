@@ -83,15 +83,14 @@ impl LatentAttention {
         let LatentParts { own, turned, latents, common } = self.parts(x)?;
         let Some(turns) = turns else {
             let places = angles.rows_of(x.dims()[1]);
-            let [turned, common] =
-                [angles.turn(&turned, &places, false)?, angles.turn(&common, &places, false)?];
+            let [turned, common] = angles.turn_both([&turned, &common], &places, false)?;
             let [k, v] = self.up.expand(&latents, &common)?;
             let q = angles.scale_queries(DTensor::cat(&[own, turned], 3)?, &places)?;
             let mixed = over_rows(self.options(), angles, [&q, &k, &v])?;
             return self.o_proj.forward(&mixed.flatten_from(2)?);
         };
         let places = places(&turns);
-        let [turned, common] = [angles.turn(&turned, &places, false)?, angles.turn(&common, &places, false)?];
+        let [turned, common] = angles.turn_both([&turned, &common], &places, false)?;
         let q = angles.scale_queries(DTensor::cat(&[self.up.absorb(&own)?, turned], 3)?, &places)?;
         let latents = latents.unsqueeze(1)?;
         let mixed = match cache::texts(turns)? {

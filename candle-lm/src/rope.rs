@@ -122,12 +122,24 @@ impl Angles {
         let turns = self.local.as_ref().filter(|_| is_local).unwrap_or(&self.all);
         let tables = self.of_texts(turns, texts)?;
         let [cos, sin, ..] = &tables[..] else { return Ok(x.clone()) };
-        let (dim, width) = (x.dims()[3], turns.frequencies.width);
-        if width == dim {
-            return x.rope(cos, sin, 0, self.pairs);
-        }
-        let turned = x.narrow(3, 0, width)?.rope(cos, sin, 0, self.pairs)?;
-        DTensor::cat(&[turned, x.narrow(3, width, dim - width)?], 3)
+        let (first, rest) = split(x, turns.frequencies.width)?;
+        joined(first.rope(cos, sin, 0, self.pairs)?, rest)
+    }
+
+    /// Like [`turn`](Self::turn) for queries and keys of the same tokens, at once.
+    pub(crate) fn turn_both(
+        &self,
+        [q, k]: [&DTensor; 2],
+        texts: &[TokenPositions],
+        is_local: bool,
+    ) -> Result<[DTensor; 2]> {
+        let turns = self.local.as_ref().filter(|_| is_local).unwrap_or(&self.all);
+        let tables = self.of_texts(turns, texts)?;
+        let [cos, sin, ..] = &tables[..] else { return Ok([q.clone(), k.clone()]) };
+        let (first_q, rest_q) = split(q, turns.frequencies.width)?;
+        let (first_k, rest_k) = split(k, turns.frequencies.width)?;
+        let [q, k] = first_q.rope_both(&first_k, cos, sin, 0, self.pairs)?;
+        Ok([joined(q, rest_q)?, joined(k, rest_k)?])
     }
 
     /// Queries `[batch, heads, tokens, dim]` times the factors of their positions, if there are some. The tokens are those of texts.
@@ -142,6 +154,18 @@ impl Angles {
     fn of_texts(&self, tables: &RopeTables, texts: &[TokenPositions]) -> Result<Arc<[DTensor]>> {
         tables.of_texts(texts, self.packed.as_ref().map(|packed| packed.rows))
     }
+}
+
+/// The elements of heads that turn, and the others if there are some.
+fn split(x: &DTensor, width: usize) -> Result<(DTensor, Option<DTensor>)> {
+    match x.dims()[3] {
+        dim if dim == width => Ok((x.clone(), None)),
+        dim => Ok((x.narrow(3, 0, width)?, Some(x.narrow(3, width, dim - width)?))),
+    }
+}
+
+fn joined(turned: DTensor, rest: Option<DTensor>) -> Result<DTensor> {
+    rest.map_or(Ok(turned.clone()), |rest| DTensor::cat(&[turned, rest], 3))
 }
 
 /// The places of the tokens of a step, the rows that they fill, and the angles that they take.

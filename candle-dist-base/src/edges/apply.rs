@@ -1,5 +1,5 @@
 //! Custom ops of candle as nodes with tickets, and views of tensors that have tickets.
-use super::node::{BackwardFn, Grads, node};
+use super::node::{BackwardFn, Grads, node, node_of_two};
 use super::value::{holder_of, remember};
 use crate::fresh::Fresh;
 use candle_core::{CustomOp1, CustomOp2, CustomOp3, Device, Result, Shape, Storage, Tensor, bail};
@@ -37,6 +37,16 @@ pub fn record(
     backward: impl Fn(&Tensor) -> Result<Grads> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     node(name, inputs, made, false, Box::new(move |_, grad| backward(grad)))
+}
+
+/// Like [`record`], for an op with two results. `backward` gets the gradients of those that the loss depends on.
+pub fn record_both(
+    name: &'static str,
+    inputs: &[&Tensor],
+    made: [Fresh; 2],
+    backward: impl Fn([Option<&Tensor>; 2]) -> Result<Grads> + Send + Sync + 'static,
+) -> Result<[Tensor; 2]> {
+    node_of_two(name, inputs, made, Box::new(backward))
 }
 
 /// Like [`record`], for a `backward` that also gets the result.

@@ -18,6 +18,8 @@
 //! - The tensor itself depends on its ticket, so ops of candle can use it as any other tensor. Their gradient reaches the
 //!   tensor as before, and the tensor puts it into the slot.
 //!
+//! An op with two results has a ticket of its own, with a slot for each result: their tickets put the gradients there.
+//!
 //! Inputs that are not results of this module, such as variables, are inputs of the ticket in candle's graph, and get
 //! their gradients from candle. Gradients of variables that an op [`keep`]s in a pass of [`backward`] are the exception: they
 //! join the `GradStore` at the end of the pass.
@@ -35,7 +37,7 @@ mod node;
 mod slot;
 mod value;
 
-pub use apply::{apply1, apply2, apply3, has_ticket, record, record_with_result, reshape};
+pub use apply::{apply1, apply2, apply3, has_ticket, record, record_both, record_with_result, reshape};
 pub use kept::{backward, keep};
 pub use node::Grads;
 pub use slot::{forget_pass, nested};

@@ -1,6 +1,6 @@
 //! Tickets: the nodes that candle's backward pass visits.
 use super::kept::visiting;
-use super::slot::{GradSlot, forget_pass, nested};
+use super::slot::{GradSlot, forget_pass, nested, take_all};
 use super::value::{GradEdge, holder_of, tensor};
 use crate::fresh::Fresh;
 use candle_core::backend::{BackendDevice, BackendStorage};
@@ -17,6 +17,15 @@ pub type Grads = [Option<Tensor>; 3];
 /// Returns the gradients of the inputs, from the result of the op and its gradient.
 pub(super) type BackwardFn = Box<dyn Fn(Option<&Tensor>, &Tensor) -> Result<Grads> + Send + Sync>;
 
+/// Returns the gradients of the inputs, from those of two results.
+type BackwardOfTwo = Box<dyn Fn([Option<&Tensor>; 2]) -> Result<Grads> + Send + Sync>;
+
+/// The backward step of an op.
+enum BackwardStep {
+    OfOne(BackwardFn),
+    OfTwo(BackwardOfTwo),
+}
+
 /// A tracked input of an op.
 struct NodeInput {
     /// Its place among the inputs.
@@ -27,12 +36,13 @@ struct NodeInput {
 
 struct GradNode {
     name: &'static str,
-    slot: Arc<GradSlot>,
+    /// One for each result.
+    slots: SmallVec<[Arc<GradSlot>; 2]>,
     inputs: SmallVec<[NodeInput; 3]>,
     /// The result, without a graph: with one, the node would own itself.
     result: OnceLock<Tensor>,
     /// `None` once the node is dropped.
-    backward: Option<BackwardFn>,
+    backward: Option<BackwardStep>,
 }
 
 /// Makes the result of an op on at most three inputs a node of the graph.
@@ -43,17 +53,59 @@ pub(super) fn node(
     is_result_needed: bool,
     backward: BackwardFn,
 ) -> Result<Tensor> {
-    let slot = Arc::<GradSlot>::default();
-    let mut tracked = SmallVec::new();
+    let tracked = inputs.iter().enumerate().filter(|(_, x)| x.track_op());
+    let inputs = tracked.map(|(place, x)| (NodeInput { place, holder: holder_of(x) }, (*x).clone()));
+    let step = BackwardStep::OfOne(backward);
+    let (node, ticket, slots) = ticket_of::<1>(name, inputs.collect(), step)?;
+    let [slot] = slots;
+    let made = tensor(made, ticket, slot)?;
+    if is_result_needed {
+        node.result.get_or_init(|| made.detach());
+    }
+    Ok(made)
+}
+
+/// Makes the two results of an op on at most three inputs nodes of the graph.
+pub(super) fn node_of_two(
+    name: &'static str,
+    inputs: &[&Tensor],
+    made: [Fresh; 2],
+    backward: BackwardOfTwo,
+) -> Result<[Tensor; 2]> {
+    let tracked = inputs.iter().enumerate().filter(|(_, x)| x.track_op());
+    let inputs = tracked.map(|(place, x)| (NodeInput { place, holder: holder_of(x) }, (*x).clone()));
+    let (_, op, slots) = ticket_of::<2>(name, inputs.collect(), BackwardStep::OfTwo(backward))?;
+    let [first, second] = made;
+    let [of_first, of_second] = slots;
+    let result = |made: Fresh, slot| {
+        let holder = Arc::new(GradEdge { ticket: op.clone(), slot, shape: made.shape.clone() });
+        let input = (NodeInput { place: 0, holder: Some(holder) }, op.clone());
+        let pass_on = BackwardStep::OfOne(Box::new(|_, grad| Ok([Some(grad.clone()), None, None])));
+        let (_, ticket, [slot]) = ticket_of::<1>(name, SmallVec::from_iter([input]), pass_on)?;
+        tensor(made, ticket, slot)
+    };
+    Ok([result(first, of_first)?, result(second, of_second)?])
+}
+
+/// Tracked inputs of an op, with their tensors.
+type TrackedInputs = SmallVec<[(NodeInput, Tensor); 3]>;
+
+/// Makes the ticket of an op with `N` results.
+fn ticket_of<const N: usize>(
+    name: &'static str,
+    inputs: TrackedInputs,
+    backward: BackwardStep,
+) -> Result<(Arc<GradNode>, Tensor, [Arc<GradSlot>; N])> {
+    let slots: [Arc<GradSlot>; N] = std::array::from_fn(|_| Arc::default());
     let mut args = SmallVec::<[Tensor; 3]>::new();
-    for (place, x) in inputs.iter().enumerate().filter(|(_, x)| x.track_op()) {
-        let holder = holder_of(x);
-        args.push(holder.as_ref().map_or_else(|| (*x).clone(), |holder| holder.ticket.clone()));
-        tracked.push(NodeInput { place, holder });
+    let mut tracked = SmallVec::new();
+    for (input, x) in inputs {
+        args.push(input.holder.as_ref().map_or(x, |holder| holder.ticket.clone()));
+        tracked.push(input);
     }
     let node = Arc::new(GradNode {
         name,
-        slot: slot.clone(),
+        slots: slots.iter().cloned().collect(),
         inputs: tracked,
         result: OnceLock::new(),
         backward: Some(backward),
@@ -65,21 +117,22 @@ pub(super) fn node(
         [a, b, c] => a.apply_op3(b, c, ticket)?,
         _ => bail!("{name}: {} tracked inputs; expected one to three", args.len()),
     };
-    let made = tensor(made, ticket, slot)?;
-    if is_result_needed {
-        node.result.get_or_init(|| made.detach());
-    }
-    Ok(made)
+    Ok((node, ticket, slots))
 }
 
 impl GradNode {
     /// Runs the backward step. Returns the gradients of the ticket's inputs for candle.
     fn run(&self, count: &Tensor) -> Result<Grads> {
-        let grad = self.slot.take(count)?;
-        let mut grads = match &self.backward {
-            // It may run backward passes itself.
-            Some(backward) => nested(|| backward(self.result.get(), &grad))?,
-            None => bail!("{}: the node was dropped", self.name),
+        let received = take_all(&self.slots, count)?;
+        // It may run backward passes itself.
+        let mut grads = match (&self.backward, &received[..]) {
+            (Some(BackwardStep::OfOne(backward)), [Some(grad)]) => {
+                nested(|| backward(self.result.get(), grad))?
+            }
+            (Some(BackwardStep::OfTwo(backward)), [first, second]) => {
+                nested(|| backward([first.as_ref(), second.as_ref()]))?
+            }
+            _ => bail!("{}: the node was dropped", self.name),
         };
         let (mut passed, mut of_uses) = (Grads::default(), None);
         for (passed, NodeInput { place, holder }) in passed.iter_mut().zip(&self.inputs) {
@@ -99,7 +152,7 @@ impl GradNode {
 }
 
 /// What a dropped node owned: its inputs, and with them the rest of the graph.
-type NodeContents = (SmallVec<[NodeInput; 3]>, Option<BackwardFn>);
+type NodeContents = (SmallVec<[NodeInput; 3]>, Option<BackwardStep>);
 
 thread_local! {
     /// What nodes have left to the drop that is under way; `None` if there is none.

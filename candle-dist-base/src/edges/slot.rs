@@ -90,25 +90,33 @@ impl GradSlot {
         Ok(())
     }
 
-    /// Removes and returns the sum of the gradients. `of_ticket` is the sum of what candle got for them.
-    pub(super) fn take(&self, of_ticket: &Tensor) -> Result<Tensor> {
+    /// Removes what this pass has received.
+    fn take(&self) -> Option<ReceivedGrads> {
         let pass = Arc::downgrade(&pass());
         let mut all = self.0.lock();
-        let mine = all.iter().position(|received| received.pass.ptr_eq(&pass)).map(|at| all.swap_remove(at));
-        drop(all);
-        let returned = mine.as_ref().map(|received| received.returned.clone()).unwrap_or_default();
-        match mine.and_then(|received| received.sum) {
-            Some(sum) if are_of_this_pass(&returned, of_ticket)? => Ok(sum.grad),
-            _ => {
-                forget_pass();
-                bail!(
-                    "a tensor received {} gradients, of which its backward pass did not make all, because an earlier pass over \
-                     the same graph failed; run the backward pass again",
-                    returned.len()
-                )
-            }
-        }
+        all.iter().position(|received| received.pass.ptr_eq(&pass)).map(|at| all.swap_remove(at))
     }
+}
+
+/// Removes and returns the sums of the gradients in the slots of a ticket, at least one of which has some. `of_ticket` is the sum of what
+/// candle got for them.
+pub(super) fn take_all(slots: &[Arc<GradSlot>], of_ticket: &Tensor) -> Result<SmallVec<[Option<Tensor>; 2]>> {
+    let mut returned = SmallVec::<[u64; 4]>::new();
+    let mut sums = SmallVec::new();
+    for slot in slots {
+        let received = slot.take();
+        returned.extend(received.iter().flat_map(|received| received.returned.iter().copied()));
+        sums.push(received.and_then(|received| received.sum).map(|sum| sum.grad));
+    }
+    if sums.iter().any(Option::is_some) && are_of_this_pass(&returned, of_ticket)? {
+        return Ok(sums);
+    }
+    forget_pass();
+    bail!(
+        "a tensor received {} gradients, of which its backward pass did not make all, because an earlier pass over the same \
+         graph failed; run the backward pass again",
+        returned.len()
+    )
 }
 
 /// Returns whether all that candle got, as `returned`, is of the pass that made the gradient of the ticket.

@@ -34,6 +34,7 @@ macro_rules! texts {
 texts! {
     Norms = "norms.cu";
     Rope = "rope.cu";
+    Put = "put.cu";
     Functions = "functions.cu";
     Softmax = "softmax.cu";
     CrossEntropy = "cross_entropy.cu";

@@ -1,7 +1,7 @@
 //! Launches on CUDA devices.
 use super::call::{FusedCall, KernelText, Scalar, wide};
 use crate::nvrtc::{Kernels, Rounding};
-use candle_core::backend::BackendDevice;
+use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut, DeviceRepr, LaunchConfig};
 use candle_core::cuda_backend::{CudaStorage, CudaStorageSlice};
 use candle_core::{CudaDevice, DType, Layout, Result, Storage, bail};
@@ -24,7 +24,7 @@ pub(super) fn kernels(text: KernelText) -> &'static Kernels {
         };
     }
     // Optimizers have the bits of the host.
-    each!(Norms: Fused, Rope: Single, Functions: Fused, Softmax: Fused, CrossEntropy: Fused, AdamW: Single)
+    each!(Norms: Fused, Rope: Single, Put: Single, Functions: Fused, Softmax: Fused, CrossEntropy: Fused, AdamW: Single)
 }
 
 /// The bytes of a tensor from its first element on.
@@ -132,6 +132,29 @@ pub(super) fn run(call: &FusedCall<'_>) -> Result<Vec<Fresh>> {
     Ok(outputs
         .map(|((shape, _), made)| Fresh { storage: Storage::Cuda(made), shape: shape.clone() })
         .collect())
+}
+
+/// Launches a kernel that reads two tensors and writes a memory, and gets counts.
+///
+/// # Safety
+/// The kernel takes these parameters, and accesses only what the tensors and the memory have.
+pub(super) unsafe fn put(
+    name: &str,
+    to: &mut CudaStorage,
+    read: [(&CudaStorage, &Layout); 2],
+    counts: &[usize],
+    (grid, block): ([usize; 2], [usize; 2]),
+) -> Result<()> {
+    let device = to.device().clone();
+    let kernel = kernels(KernelText::Put).get(&device, name)?;
+    let [(x, x_l), (y, y_l)] = read;
+    let (x, y, mut written) = (bytes(x, x_l)?, bytes(y, y_l)?, bytes_mut(to)?);
+    let counts: Vec<u64> = counts.iter().map(|&count| count as u64).collect();
+    let mut launch = kernel.call();
+    launch.read(&x).read(&y).write_part(&mut written);
+    counts.iter().for_each(|count| _ = launch.value(count));
+    // SAFETY: the caller's.
+    unsafe { launch.launch(config(grid, block)) }
 }
 
 fn config(grid: [usize; 2], block: [usize; 2]) -> LaunchConfig {

@@ -152,6 +152,12 @@ pub(super) fn run(call: &FusedCall<'_>) -> Result<Vec<Fresh>> {
     Ok(made)
 }
 
+/// Runs a launch whose arguments are there.
+pub(super) fn launch(launch: &HostLaunch) -> Result<()> {
+    let Some(runner) = RUNNER.with_borrow(Clone::clone) else { bail!("{}: nothing runs it", launch.name) };
+    runner(launch)
+}
+
 /// Runs a launch that gets structures with the places of tensors in them.
 pub(super) fn run_structures(
     (text, name): (KernelText, String),

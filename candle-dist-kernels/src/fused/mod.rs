@@ -10,6 +10,7 @@ mod cuda;
 pub(crate) mod emulated;
 pub(crate) mod function;
 pub(crate) mod norm;
+pub(crate) mod put;
 pub(crate) mod rope;
 mod run;
 pub(crate) mod softmax;

@@ -1,25 +1,81 @@
-//! Rotary positions in one launch.
+//! Rotary positions of one or two tensors in one launch.
 use super::call::{FusedCall, KernelText, Scalar};
-use super::run::{made, node, threads_of_each};
-use candle_core::{Layout, Result, Tensor, bail};
+use super::run::{made, node, node_of_two, threads_of_each};
+use candle_core::{Layout, Result, Shape, Tensor, bail};
 use candle_dist_base::{Fresh, edges};
+
+/// The tables `[1 or b, s, d/2]` of cosines and of sines, and whether the elements of a pair are neighbors, or a half apart.
+#[derive(Clone)]
+struct TurnAngles {
+    tables: [Tensor; 2],
+    are_neighbors: bool,
+}
 
 /// Rotates rows `[b, .., s, d]`, or back. The tables are `[1 or b, s, d/2]`. Pairs are neighbors, or a half apart.
 pub(crate) fn rope(x: &Tensor, tables: [&Tensor; 2], are_neighbors: bool) -> Result<Tensor> {
-    // Tables whose rows lie in one line are read where they are; both have the same strides.
-    let fits = |table: &Tensor| table.stride()[2] == 1 && table.stride() == tables[0].stride();
-    let tables = tables.map(|table| if fits(table) { Ok(table.clone()) } else { table.contiguous() });
-    let [cos, sin] = tables;
-    let (cos, sin) = (cos?, sin?);
-    let (cos, sin) =
-        if cos.stride() == sin.stride() { (cos, sin) } else { (cos.contiguous()?, sin.contiguous()?) };
-    let input = if strides(x.layout()).is_some() { x.clone() } else { x.contiguous()? };
-    let made = turned(&input, [&cos, &sin], are_neighbors, 1.0)?;
+    let (angles, input) = (TurnAngles::new(tables, are_neighbors)?, evenly_spaced(x)?);
+    let [made] = made_of([Some(&input), None], &angles, 1.0)?;
     let variable = input.clone();
     node("rope", &[&input], made, move |grad| {
-        let dx = turned(&grad.contiguous()?, [&cos, &sin], are_neighbors, -1.0)?.into_tensor();
-        Ok([edges::keep(&variable, dx)?, None, None])
+        let [dx] = made_of([Some(&grad.contiguous()?), None], &angles, -1.0)?;
+        Ok([edges::keep(&variable, dx.into_tensor())?, None, None])
     })
+}
+
+/// Rotates the rows of two tensors, whose batch, rows and widths are alike.
+pub(crate) fn rope_both(
+    [x, y]: [&Tensor; 2],
+    tables: [&Tensor; 2],
+    are_neighbors: bool,
+) -> Result<[Tensor; 2]> {
+    let angles = TurnAngles::new(tables, are_neighbors)?;
+    let inputs = [evenly_spaced(x)?, evenly_spaced(y)?];
+    let made = made_of([Some(&inputs[0]), Some(&inputs[1])], &angles, 1.0)?;
+    let variables = inputs.clone();
+    node_of_two("rope", &inputs.each_ref(), made, move |grads| {
+        let mut turned = [None, None];
+        match grads {
+            [Some(of_x), Some(of_y)] if variables.iter().all(Tensor::track_op) => {
+                let (of_x, of_y) = (of_x.contiguous()?, of_y.contiguous()?);
+                turned = made_of([Some(&of_x), Some(&of_y)], &angles, -1.0)?.map(Some);
+            }
+            _ => {
+                for ((turned, grad), variable) in turned.iter_mut().zip(grads).zip(&variables) {
+                    if let Some(grad) = grad.filter(|_| variable.track_op()) {
+                        let [dx] = made_of([Some(&grad.contiguous()?), None], &angles, -1.0)?;
+                        *turned = Some(dx);
+                    }
+                }
+            }
+        }
+        let mut kept = edges::Grads::default();
+        for ((kept, turned), variable) in kept.iter_mut().zip(turned).zip(&variables) {
+            *kept = match turned {
+                Some(dx) => edges::keep(variable, dx.into_tensor())?,
+                // The loss does not depend on this one, whose own inputs need a gradient.
+                None if variable.track_op() && !variable.is_variable() => Some(variable.zeros_like()?),
+                None => None,
+            };
+        }
+        Ok(kept)
+    })
+}
+
+impl TurnAngles {
+    /// Tables whose rows lie in one line are read where they are; both have the same strides.
+    fn new(tables: [&Tensor; 2], are_neighbors: bool) -> Result<Self> {
+        let fits = |table: &Tensor| table.stride()[2] == 1 && table.stride() == tables[0].stride();
+        let tables = tables.map(|table| if fits(table) { Ok(table.clone()) } else { table.contiguous() });
+        let [cos, sin] = tables;
+        let (cos, sin) = (cos?, sin?);
+        let tables =
+            if cos.stride() == sin.stride() { [cos, sin] } else { [cos.contiguous()?, sin.contiguous()?] };
+        Ok(Self { tables, are_neighbors })
+    }
+}
+
+fn evenly_spaced(x: &Tensor) -> Result<Tensor> {
+    if strides(x.layout()).is_some() { Ok(x.clone()) } else { x.contiguous() }
 }
 
 /// The sizes and strides of a layout as `[batch, heads, tokens, elements]`; `None` if it is none.
@@ -41,40 +97,46 @@ fn strides(layout: &Layout) -> Option<([usize; 4], [usize; 4])> {
     Some(([batch, heads, tokens, width], [of_batch, of_head.unwrap_or(0), of_token, of_element]))
 }
 
-fn turned(x: &Tensor, [cos, sin]: [&Tensor; 2], are_neighbors: bool, sign: f64) -> Result<Fresh> {
-    let Some(([_, heads, tokens, width], [of_batch, of_head, of_token, of_element])) = strides(x.layout())
-    else {
-        bail!("rope: the dims of {:?} are not evenly spaced", x.layout());
+/// The rows of one tensor, or of two, turned by the angles times `sign`.
+fn made_of<const N: usize>(
+    tensors: [Option<&Tensor>; 2],
+    angles: &TurnAngles,
+    sign: f64,
+) -> Result<[Fresh; N]> {
+    let Some(first) = tensors[0] else { bail!("rope: no tensor") };
+    let Some(([_, _, tokens, width], _)) = strides(first.layout()) else {
+        bail!("rope: the dims of {:?} are not evenly spaced", first.layout());
     };
-    let half = width / 2;
+    let mut counts = Vec::with_capacity(17);
+    for x in tensors {
+        let rows = match x {
+            None => [0; 6],
+            Some(x) => {
+                let Some(([_, heads, ..], [of_batch, of_head, of_token, of_element])) = strides(x.layout())
+                else {
+                    bail!("rope: the dims of {:?} are not evenly spaced", x.layout());
+                };
+                [x.elem_count() / 2, heads, of_batch, of_head, of_token, of_element]
+            }
+        };
+        counts.extend(rows);
+    }
+    let ([cos, sin], half) = (&angles.tables, width / 2);
     let of_table = if cos.dim(0)? == 1 { 0 } else { cos.stride()[0] };
-    let step = if are_neighbors { 1 } else { half };
-    let count = x.elem_count() / 2;
-    let (grid, block) = threads_of_each(count);
-    let counts = [
-        count,
-        heads,
-        tokens,
-        half,
-        of_batch,
-        of_head,
-        of_token,
-        of_element,
-        of_table,
-        cos.stride()[1],
-        // Halves of two elements are neighbors.
-        step,
-    ];
+    // Halves of two elements are neighbors.
+    let step = if angles.are_neighbors { 1 } else { half };
+    let (grid, block) = threads_of_each(counts[0] + counts[6]);
+    counts.extend([tokens, half, of_table, cos.stride()[1], step]);
     let numbers: Vec<Scalar> = counts.into_iter().map(Scalar::Count).chain([Scalar::Real(sign)]).collect();
-    let [out] = made(&FusedCall {
+    let shape = |x: &Tensor| (Shape::clone(x.shape()), x.dtype());
+    made(&FusedCall {
         text: KernelText::Rope,
         op: "rope",
-        dtype: x.dtype(),
+        dtype: first.dtype(),
         grid,
         block,
-        inputs: &[Some(x), Some(cos), Some(sin)],
-        outputs: &[Some((x.shape().clone(), x.dtype()))],
+        inputs: &[tensors[0], tensors[1], Some(cos), Some(sin)],
+        outputs: &tensors.map(|x| x.map(shape)),
         numbers: &numbers,
-    })?;
-    Ok(out)
+    })
 }

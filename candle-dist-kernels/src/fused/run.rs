@@ -73,6 +73,20 @@ pub(crate) fn node(
     }
 }
 
+/// Returns two results as nodes of the graph, if they need some.
+pub(crate) fn node_of_two(
+    name: &'static str,
+    inputs: &[&Tensor],
+    made: [Fresh; 2],
+    backward: impl Fn([Option<&Tensor>; 2]) -> Result<edges::Grads> + Send + Sync + 'static,
+) -> Result<[Tensor; 2]> {
+    if edges::has_ticket(inputs) {
+        edges::record_both(name, inputs, made, backward)
+    } else {
+        Ok(made.map(Fresh::into_tensor))
+    }
+}
+
 /// The results of a launch, which has so many.
 pub(crate) fn made<const N: usize>(call: &FusedCall<'_>) -> Result<[Fresh; N]> {
     call.run()?.try_into().or_else(|made: Vec<_>| bail!("{}: {} results, not {N}", call.op, made.len()))

@@ -102,7 +102,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn has_call_timeouts(&self) -> bool {
         false
     }
-    /// Ends what a rank that is a process still does for others. It has told them that it ends, and still hears of them.
+    /// Ends what a rank still does for others. It has told them that it ends, and still hears of them.
     /// Returns the failure of the world if the rank's results depend on what has not ended well.
     fn finish(&self) -> Result<()> {
         Ok(())

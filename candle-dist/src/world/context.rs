@@ -147,7 +147,16 @@ impl RankContext {
             End::Panicked(message) => blame(rank, &format!("panicked: {message}")),
         }
         match &mut self.guard {
-            Guard::Thread(guard) => guard.finish(end),
+            Guard::Thread(guard) => {
+                guard.finish(end);
+                // What it returns may come from a call that was aborted.
+                if result.is_some()
+                    && let Err(error) = self.group.backend().finish()
+                {
+                    blame(self.culprit().unwrap_or(rank), cut_trace(&error.to_string()));
+                    return None;
+                }
+            }
             Guard::Process(guard) => {
                 let ended = guard.end(end);
                 if let (Some(_), Err(error)) = (&result, ended) {

@@ -11,8 +11,8 @@ pub use processes::{init_process_group, init_process_group_with};
 
 #[cfg(feature = "nccl")]
 use crate::backend::nccl::{
-    CallTable, CtaLimits, NcclBackend, ParkedComms, RankTerms, ReceivePosts, ThreadValues, WorldWatch,
-    check_devices, open_pools,
+    AssemblyTable, CallTable, CtaLimits, NcclBackend, ParkedComms, RankTerms, ReceivePosts, ThreadValues,
+    WorldWatch, check_devices, open_pools,
 };
 use crate::backend::threads::{RankGuard, ThreadBackend, WorldState};
 use crate::launch::{GpuOptions, InitOptions, LaunchInfo};
@@ -88,8 +88,9 @@ impl World {
 
     /// Creates a world of threads over NCCL, one rank per device.
     ///
-    /// Several ranks on one GPU need `NCCL_MULTI_RANK_GPU_ENABLE=1`, NCCL 2.30 or later, and one `Device` each. All
-    /// code must have run on each `Device` before, because CUDA may load it only after the ranks' calls. Alternatively,
+    /// Several ranks on one GPU need `NCCL_MULTI_RANK_GPU_ENABLE=1`, NCCL 2.30 or later, and one `Device` each. They share its few
+    /// queues, so the host waits in each call until all members have come to it: such worlds are to try programs. Set
+    /// `CUDA_MODULE_LOADING=EAGER`, or CUDA may load a kernel of NCCL's in a call, and wait for the calls of other ranks there. Alternatively,
     /// use [`threads`](Self::threads).
     ///
     /// Call [`threads::settle`](crate::threads::settle) first in `main`, before the devices are made: CUDA reads how many queues it shall
@@ -391,13 +392,16 @@ fn over_nccl(
     open_pools(devices)?;
     threads::note_gpu_variables();
     let most_on_one = devices.iter().map(|device| format!("{:?}", device.location())).counts();
-    let ctas = CtaLimits::new(gpu.max_ctas, most_on_one.into_values().max().unwrap_or(1))?;
+    let most_on_one = most_on_one.into_values().max().unwrap_or(1);
+    let ctas = CtaLimits::new(gpu.max_ctas, most_on_one)?;
+    let assemblies = (most_on_one > 1).then(Arc::<AssemblyTable>::default);
     let (values, calls) = (Arc::new(ThreadValues::default()), Arc::new(CallTable::default()));
     let (posts, parked) = (Arc::new(ReceivePosts::default()), ParkedComms::new(devices.len()));
     let backend = |(rank, device)| {
         let (world, values) = (world.clone(), values.clone());
         let watch = WorldWatch::Thread { world, values, calls: calls.clone(), posts: posts.clone(), rank };
-        let terms = RankTerms { ctas, abort_timeout: gpu.abort_timeout, parked: parked.clone() };
+        let (parked, assemblies) = (parked.clone(), assemblies.clone());
+        let terms = RankTerms { ctas, abort_timeout: gpu.abort_timeout, parked, assemblies };
         Ok(Arc::new(NcclBackend::world(watch, device, devices.len(), terms)?) as Arc<_>)
     };
     devices.iter().enumerate().map(backend).collect()

@@ -256,6 +256,82 @@ fn gradients_of_an_empty_result_add_up() {
     assert_eq!(product(&z, &y).backward().unwrap().get(&x).unwrap().dims(), [0]);
 }
 
+/// The product of two tensors, and the square of the first one, by one node. Fails in the backward pass while the flag is set.
+fn product_and_square(a: &Tensor, b: &Tensor, fails: &Arc<AtomicBool>) -> [Tensor; 2] {
+    let made = [(a * b).unwrap(), a.sqr().unwrap()]
+        .map(|made| Fresh::host(CpuStorage::F64(made.to_vec1().unwrap()), made.shape()));
+    let (inputs, fails) = ([a, b].map(Tensor::detach), fails.clone());
+    let both = edges::record_both("product and square", &[a, b], made, move |grads| {
+        if fails.load(Ordering::Relaxed) {
+            bail!("asked to fail");
+        }
+        let [a, b] = &inputs;
+        let [of_product, of_square] = grads;
+        let mut of_a = a.zeros_like()?;
+        if let Some(grad) = of_product {
+            of_a = (of_a + (grad * b)?)?;
+        }
+        if let Some(grad) = of_square {
+            of_a = (of_a + ((grad * a)? * 2.0)?)?;
+        }
+        let of_b = of_product.map_or_else(|| b.zeros_like(), |grad| grad * a)?;
+        Ok([Some(of_a), Some(of_b), None])
+    });
+    both.unwrap()
+}
+
+#[test]
+fn two_results_of_a_node_get_their_gradients_together() {
+    let (x, y, fails) = (var(&[0.5, -2.0]), var(&[0.3, 0.4]), Arc::new(AtomicBool::new(false)));
+    let graph = |is_candle: bool, uses: [bool; 2]| {
+        let base = product(&x, &y);
+        let [product, square] = match is_candle {
+            true => [(&base * y.as_tensor()).unwrap(), base.sqr().unwrap()],
+            false => product_and_square(&base, &y, &fails),
+        };
+        let mut loss = exp(&base).sum_all().unwrap();
+        // Each result is used by a node, by candle's ops, and again by the node of the other one.
+        if uses[0] {
+            loss = (loss + exp(&product).sum_all().unwrap() + product.sum_all().unwrap()).unwrap();
+        }
+        if uses[1] {
+            loss = (loss + exp(&(&square * 0.5).unwrap()).sum_all().unwrap()).unwrap();
+        }
+        if uses == [true; 2] {
+            loss = (loss + self::product(&product, &square).sum_all().unwrap()).unwrap();
+        }
+        loss
+    };
+    for uses in [[true, true], [true, false], [false, true], [false, false]] {
+        let want = graph(true, uses).backward().unwrap();
+        let loss = graph(false, uses);
+        for _ in 0..2 {
+            let got = loss.backward().unwrap();
+            for var in [&x, &y] {
+                near(got.get(var).unwrap(), want.get(var).unwrap());
+            }
+        }
+        if uses[0] || uses[1] {
+            fails.store(true, Ordering::Relaxed);
+            assert!(loss.backward().unwrap_err().to_string().contains("asked to fail"));
+            fails.store(false, Ordering::Relaxed);
+            near(loss.backward().unwrap().get(&x).unwrap(), want.get(&x).unwrap());
+        }
+    }
+    // Nothing is left of many of them, on a small stack.
+    let made = std::thread::Builder::new().stack_size(256 << 10).spawn(|| {
+        let (one, fails) = (var(&[1.0]), Arc::new(AtomicBool::new(false)));
+        let mut y = one.as_tensor().clone();
+        for _ in 0..5000 {
+            let [product, square] = product_and_square(&y, &one, &fails);
+            y = self::product(&product, &square);
+        }
+        drop(y);
+        Arc::strong_count(&fails)
+    });
+    assert_eq!(made.unwrap().join().unwrap(), 1);
+}
+
 /// A node that runs a backward pass over a segment again, which has captured a tensor of the outer graph.
 fn again(x: &Tensor, captured: Tensor) -> Tensor {
     let backward = move |x: &Tensor, grad: &Tensor| {

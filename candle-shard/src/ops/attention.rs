@@ -15,8 +15,10 @@ use crate::kernels::{self, RopePairs};
 use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
+use candle_core::Tensor;
 pub use options::{Attention, ContextWay, Documents};
 pub use order::TokenOrder;
+use std::cell::RefCell;
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
@@ -39,11 +41,67 @@ impl DTensor {
     /// dims but the last may be sharded, also the positions.
     #[track_caller]
     pub fn rope(&self, cos: &Self, sin: &Self, offset: usize, pairs: RopePairs) -> Result<Self> {
+        self.rope_by([cos, sin], offset, pairs, &|[x, cos, sin], first| {
+            Ok(kernels::rope(x, cos, sin, first, pairs)?)
+        })
+    }
+
+    /// Applies [`rope`](Self::rope) to queries and to keys.
+    ///
+    /// On a GPU it is one launch where the local tensors differ at most in their heads, and one for both gradients.
+    #[track_caller]
+    pub fn rope_both(
+        &self,
+        key: &Self,
+        cos: &Self,
+        sin: &Self,
+        offset: usize,
+        pairs: RopePairs,
+    ) -> Result<[Self; 2]> {
+        let held = key.to_local();
+        let first_of_keys = || key.first_row(offset);
+        let are_alike = |x: &Tensor| {
+            let of_batch = |x: &Tensor| x.dims().first().copied();
+            x.rank() == held.rank()
+                && of_batch(x) == of_batch(held)
+                && x.dims().last_chunk::<2>() == held.dims().last_chunk::<2>()
+        };
+        // The turned keys, with what they were made of.
+        let made = RefCell::new(None);
+        let of = |x: [&Tensor; 3], first: usize| (x.map(Tensor::id), first);
+        let query = self.rope_by([cos, sin], offset, pairs, &|[x, cos, sin], first| {
+            if x.device().is_cpu() || !are_alike(x) || first != first_of_keys() {
+                return Ok(kernels::rope(x, cos, sin, first, pairs)?);
+            }
+            let [query, key] = kernels::rope_both([x, held], cos, sin, first, pairs)?;
+            *made.borrow_mut() = Some((of([held, cos, sin], first), key));
+            Ok(query)
+        })?;
+        let key = key.rope_by([cos, sin], offset, pairs, &|x, first| match made.take() {
+            Some((known, key)) if known == of(x, first) => Ok(key),
+            _ => Ok(kernels::rope(x[0], x[1], x[2], first, pairs)?),
+        })?;
+        Ok([query, key])
+    }
+
+    /// The position of the first row that this rank has.
+    fn first_row(&self, offset: usize) -> usize {
+        offset + self.spec().local_block()[self.rank() - 2].start
+    }
+
+    /// Applies the rotary position embedding to local rows and tables, from a position on, by `turn`.
+    #[track_caller]
+    fn rope_by(
+        &self,
+        [cos, sin]: [&Self; 2],
+        offset: usize,
+        pairs: RopePairs,
+        turn: &dyn Fn([&Tensor; 3], usize) -> Result<Tensor>,
+    ) -> Result<Self> {
         let attributes = [offset, usize::from(pairs == RopePairs::Halves)];
         let signature = || self.rope_signature(cos, sin, offset);
         rules::run("rope", &attributes, &[self, cos, sin], signature, |x, _| {
-            let first = offset + x[0].spec().local_block()[self.rank() - 2].start;
-            Ok(kernels::rope(x[0].to_local(), x[1].to_local(), x[2].to_local(), first, pairs)?)
+            turn([x[0].to_local(), x[1].to_local(), x[2].to_local()], x[0].first_row(offset))
         })
     }
 

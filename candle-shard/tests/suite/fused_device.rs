@@ -2,11 +2,11 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_dist_kernels::parts::{
     AdamWUpdate, Function, Goal, Goals, HostArgument, HostLaunch, HostRunner, KernelText, decode_attn,
-    step_adam_w, weighted_cross_entropy, with_kernels_on_host,
+    set_both, step_adam_w, weighted_cross_entropy, with_kernels_on_host,
 };
 use candle_dist_kernels::{
     RopePairs, add, add_rms_norm, causal_softmax, clamped_gate, flash_attn, layer_norm, masked_softmax,
-    rms_norm, rope, silu_gate, softmax,
+    rms_norm, rope, rope_both, silu_gate, softmax,
 };
 use candle_nn::ParamsAdamW;
 use device_text::{DeviceText, LaunchShape, TextMemory};
@@ -175,6 +175,79 @@ fn rotary_positions_are_those_of_the_host() {
             let table = |seed| values(&[2, 9, 2], seed, x[0].dtype());
             rope(&x[0].transpose(1, 2)?, &table(1), &table(2), 2, pairs)
         });
+        // Queries and keys have other numbers of heads.
+        let both = |q: &Tensor, k: &Tensor| {
+            let table = |seed| values(&[2, 9, 2], seed, q.dtype());
+            let [q, k] = [q.transpose(1, 2)?, k.transpose(1, 2)?];
+            rope_both([&q, &k], &table(1), &table(2), 2, pairs)
+        };
+        check("rope of both", &[&[2, 5, 3, 4], &[2, 5, 1, 4]], &|x| {
+            let [q, k] = both(&x[0], &x[1])?;
+            Tensor::cat(&[(&q * 2.0)?.flatten_all()?, k.flatten_all()?, q.flatten_all()?], 0)
+        });
+        check("rope of both, of which one has a gradient", &[&[2, 5, 1, 4]], &|x| {
+            let [q, k] = both(&values(&[2, 5, 3, 4], 8, x[0].dtype()), &x[0])?;
+            Tensor::cat(&[q.flatten_all()?, k.flatten_all()?], 0)
+        });
+        check("rope of both, of which one is used", &[&[2, 5, 3, 4]], &|x| {
+            both(&x[0], &(&x[0] * 2.0)?).map(|[_, k]| k)
+        });
+    }
+}
+
+#[test]
+fn queries_and_keys_turn_in_one_launch_and_back_in_another() {
+    if TEXTS.is_none() {
+        return;
+    }
+    let launches = Arc::new(AtomicUsize::new(0));
+    let counted = launches.clone();
+    let runner: HostRunner = Arc::new(move |launch| {
+        counted.fetch_add(1, Ordering::Relaxed);
+        run(launch)
+    });
+    with_kernels_on_host(runner, || {
+        let [q, k] = [values(&[2, 3, 5, 4], 1, DType::F32), values(&[2, 1, 5, 4], 2, DType::F32)];
+        let [q, k] = [q, k].map(|x| Var::from_tensor(&x).unwrap());
+        let table = |seed| values(&[5, 2], seed, DType::F32);
+        let turned = rope_both([&q, &k], &table(3), &table(4), 0, RopePairs::Halves).unwrap();
+        assert_eq!(launches.load(Ordering::Relaxed), 1);
+        let sums = turned.map(|x| x.sum_all().unwrap());
+        (&sums[0] + &sums[1]).unwrap().backward().unwrap();
+        assert_eq!(launches.load(Ordering::Relaxed), 2);
+    });
+}
+
+#[test]
+fn new_tokens_of_two_memories_are_written_in_one_launch() {
+    for dtype in DTYPES {
+        for (offset, dim) in [(0, 2), (3, 2), (2, 1)] {
+            // Keys and values of other widths, in one memory with a gap.
+            let shapes = [[2, 4, 6, 5], [2, 4, 6, 3]];
+            let counts = shapes.map(|shape| shape.iter().product::<usize>());
+            let written = || -> Result<Vec<f64>> {
+                let all = values(&[counts[0] + 7 + counts[1]], 1, dtype).copy()?;
+                let places = [(0, counts[0]), (counts[0] + 7, counts[1])];
+                let to: Vec<Tensor> = places
+                    .into_iter()
+                    .zip(shapes)
+                    .map(|((start, count), shape)| all.narrow(0, start, count)?.reshape(&shape[..]))
+                    .collect::<Result<_>>()?;
+                let new = shapes.map(|mut shape| {
+                    shape[dim] = 2;
+                    values(&shape, 2 + shape[3] as u64, dtype)
+                });
+                set_both([&to[0], &to[1]], [&new[0], &new[1]], dim, offset)?;
+                Ok(numbers(&all))
+            };
+            let want = written().unwrap();
+            let Some(got) = with_kernels(|| written().unwrap()) else { return };
+            assert_eq!(got, want, "{dtype:?}, {offset} of dim {dim}");
+        }
+    }
+    let (memory, other) = (values(&[2, 3], 1, DType::F32), values(&[2, 4], 2, DType::F32));
+    for new in [[&other, &other], [&memory, &memory]] {
+        assert!(set_both([&memory, &memory], new, 0, 0).is_err(), "a wide one, and the memory itself");
     }
 }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use candle_core::Device;
 use candle_dist::init::{BackendKind, InitOptions};
-use candle_dist::{RankContext, World, backend::nccl, init_process_group};
+use candle_dist::{RankContext, World, backend::nccl, init_process_group, threads};
 use clap::{Parser, ValueEnum};
 
 /// The first NCCL version that allows several ranks on one GPU.
@@ -189,6 +189,10 @@ impl Ranks {
 /// If there is no such GPU, or the processes cannot connect.
 pub fn check(args: &Args) -> Result<bool> {
     let engine = args.engine;
+    if engine != Engine::NcclProcess {
+        // Before CUDA starts. Processes do it when they meet.
+        threads::settle(threads::default_per_rank(args.ranks));
+    }
     let version = nccl::library_version()?;
     if engine != Engine::Threads && version < SHARED_GPU && (args.ranks > 1 || engine == Engine::NcclProcess)
     {

@@ -1,10 +1,11 @@
 //! NCCL as a backend of process groups.
-use super::comm::{CommMembers, NcclComm, PriorWork};
+use super::comm::{CommMembers, NcclComm};
 use super::devices;
 use super::errors::check_version;
 use super::handle::library_version;
 use super::lane::{LaneSender, open_receiver};
 use super::launches::{CallLaunch, LaterLaunch};
+use super::limit::PriorWork;
 use super::marks;
 use super::rank::{NcclRank, RankTerms};
 use super::transfer::{self, TensorTransfer, exchanges, issue, issue_in_place, issue_receive};
@@ -141,7 +142,8 @@ impl NcclBackend {
         let comm = self.comm()?;
         let mut latest = self.latest.lock();
         let is_held_up = latest.as_ref().is_some_and(|latest| !latest.is_over());
-        if call.form == Form::Started && (is_held_up || comm.has_to_meet(exchanges(prepared))) {
+        let waits = is_held_up || self.rank.assemblies.is_some() || comm.has_to_meet(exchanges(prepared));
+        if call.form == Form::Started && waits {
             let prepared = prepared.clone();
             let enqueue = move || issue(&comm, &after, &call, &prepared);
             let later = LaterLaunch::start(latest.take(), enqueue)?;
@@ -156,7 +158,8 @@ impl NcclBackend {
     fn launch_barrier(&self, call: &Call) -> Result<EnqueuedCall> {
         let words = call.note.as_ref().map_or(0, |note| hash::stable(note.as_bytes()) as i64);
         let mine = Tensor::new(&[words], &Device::Cpu)?;
-        let gather = Call::on(Collective::all_gather(Cut::even(0, 1, self.ranks.len())), &mine);
+        let gather = Collective::all_gather(Cut::even(0, 1, self.ranks.len()));
+        let gather = Call { form: call.form, ..Call::on(gather, &mine) };
         self.launch(Arc::new(gather), smallvec![mine])
     }
 

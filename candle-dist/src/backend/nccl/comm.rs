@@ -1,7 +1,8 @@
 //! A nonblocking communicator, which is polled against a deadline and aborted on failure.
+use super::assemblies::{CallMember, CallPoint};
 use super::errors::explain;
 use super::handle::{CommTerms, Handle, abort, async_state, is_fine, name_of, unblocking};
-use super::limit::Limit;
+use super::limit::{Limit, PriorWork};
 use super::rank::{NcclRank, PollPause};
 use crate::backend::cuda::driver;
 use crate::{Error, Result};
@@ -23,26 +24,6 @@ struct IssuedCall {
     done: Arc<CudaEvent>,
     number: u64,
     since: Instant,
-}
-
-/// What a call comes after on the GPU.
-#[derive(Default)]
-pub(super) struct PriorWork {
-    events: Vec<CudaEvent>,
-    /// The streams that also wait for a call that fails.
-    streams: Vec<Arc<CudaStream>>,
-}
-
-impl PriorWork {
-    /// Returns the present work of streams.
-    pub(super) fn on(streams: &[Arc<CudaStream>]) -> Result<Self> {
-        let events = streams.iter().map(|stream| stream.record_event(None)).collect::<Result<_, _>>();
-        Ok(Self { events: events.map_err(driver)?, streams: streams.to_vec() })
-    }
-
-    pub(super) fn of(event: CudaEvent) -> Self {
-        Self { events: vec![event], streams: Vec::new() }
-    }
 }
 
 /// The members of a communicator, as ranks of the world, and which of them this rank is.
@@ -76,6 +57,8 @@ pub(super) struct CommState {
     latest: Mutex<&'static str>,
     /// The members with which this one has exchanged data directly: whether it has sent, and to or from whom.
     met: Mutex<FxHashSet<(bool, usize)>>,
+    /// This member among those that it meets for each call, where a GPU is shared.
+    member: Option<CallMember>,
 }
 
 impl CommState {
@@ -98,8 +81,10 @@ impl CommState {
         let handle = (!raw.is_null()).then_some(Handle(raw));
         let (handle, issued, made) = (Mutex::new(handle), Mutex::default(), AtomicU64::new(0));
         let (rank, name, latest) = (rank.clone(), members.name, Mutex::new("init"));
-        let met = Mutex::default();
-        let comm = Arc::new(Self { rank, name, size, limit, stream, handle, issued, made, latest, met });
+        let (met, assemblies) = (Mutex::default(), rank.assemblies.as_ref().filter(|_| size > 1));
+        let member = assemblies.map(|assemblies| assemblies.member(name, size, me));
+        let comm =
+            Arc::new(Self { rank, name, size, limit, stream, handle, issued, made, latest, met, member });
         let mut handle = comm.handle.lock();
         if let Err(error) = comm.settle(&mut handle, "init", code, 0, None) {
             comm.abort(handle);
@@ -139,6 +124,7 @@ impl CommState {
         mut may_mark: impl FnMut() -> bool,
     ) -> Result<Arc<CudaEvent>> {
         self.rank.bind()?;
+        self.assemble(after, number)?;
         let _calls = self.rank.parked.calls();
         // Held until the end is marked, so that no other call enqueues in between.
         let mut handle = self.handle.lock();
@@ -158,7 +144,11 @@ impl CommState {
         let ended = unsafe { sys::ncclGroupEnd() };
         let code = if is_fine(code) { ended } else { code };
         let settled = self.settle(&mut handle, op, code, number, Some(turn));
-        let settled = settled.and_then(|()| self.wait_to_mark(&handle, op, number, &mut may_mark));
+        let settled = settled.and_then(|()| {
+            let here = self.member.as_ref().map(|member| (member, member.come(CallPoint::Enqueued)));
+            let are_all = || here.is_none_or(|(member, call)| member.are_all_here(CallPoint::Enqueued, call));
+            self.wait_to_mark(&handle, op, number, &mut || may_mark() && are_all())
+        });
         let marked = settled.and_then(|()| {
             done.record(&self.stream).map_err(|error| self.rank.watch.fail_with(format!("{op}: {error}")))
         });
@@ -220,13 +210,34 @@ impl CommState {
         number: u64,
         may_mark: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
-        let began = Instant::now();
-        while !may_mark() {
-            self.rank.watch.check()?;
-            let state = async_state(handle.as_ref());
-            if !is_fine(state) {
-                return Err(self.rank.watch.fail_with(self.describe(handle, op, state)));
+        self.wait_until(number, || {
+            let state = if may_mark() { return Ok(true) } else { async_state(handle.as_ref()) };
+            match is_fine(state) {
+                true => Ok(false),
+                false => Err(self.rank.watch.fail_with(self.describe(handle, op, state))),
             }
+        })
+    }
+
+    /// Where a GPU is shared, waits on the host until what comes before a call has ended there, on all members.
+    fn assemble(&self, after: &PriorWork, number: u64) -> Result<()> {
+        let Some(member) = &self.member else { return Ok(()) };
+        let mut patience = PollPause::default();
+        for earlier in &after.events {
+            self.wait_until(number, || {
+                patience.pause();
+                earlier.try_is_complete().map_err(driver)
+            })?;
+        }
+        let call = member.come(CallPoint::Ready);
+        self.wait_until(number, || Ok(member.are_all_here(CallPoint::Ready, call)))
+    }
+
+    /// Waits on the host for something before the call `number` can go on. `is_there` waits for it a little.
+    fn wait_until(&self, number: u64, mut is_there: impl FnMut() -> Result<bool>) -> Result<()> {
+        let began = Instant::now();
+        while !is_there()? {
+            self.rank.watch.check()?;
             if self.is_over(began, number) {
                 return Err(self.expire());
             }
@@ -335,11 +346,16 @@ impl CommState {
         self.oldest().is_none()
     }
 
-    /// Waits until all calls have ended. Returns whether they have; else the world has failed, or one takes too long.
+    /// Waits until all calls have ended. Returns whether they have; else the world has failed, or one takes too long, which ends the
+    /// world unless it is a send.
     pub(super) fn is_settled(&self) -> bool {
         let mut patience = PollPause::default();
         while !self.is_idle() {
-            if self.rank.watch.failure().is_some() || self.is_overdue() {
+            if self.rank.watch.failure().is_some() {
+                return false;
+            }
+            if self.is_overdue() {
+                self.expire();
                 return false;
             }
             patience.pause();
@@ -428,15 +444,13 @@ impl NcclComm {
 
     /// Waits on the host until the receiver has enqueued the receive of the message `number`.
     pub(super) fn wait_for_receiver(&self, number: u64) -> Result<()> {
-        let Limit::Send(sending) = &self.0.limit else { return Ok(()) };
-        let began = Instant::now();
-        while !self.0.rank.watch.is_awaited(sending.channel, number) {
-            self.0.rank.watch.check()?;
-            if self.0.is_over(began, number) {
-                return Err(self.0.expire());
+        match &self.0.limit {
+            // They meet in the call.
+            Limit::Send(sending) if self.0.member.is_none() => {
+                self.0.wait_until(number, || Ok(self.0.rank.watch.is_awaited(sending.channel, number)))
             }
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Tells the receiver that the message `number` is enqueued.

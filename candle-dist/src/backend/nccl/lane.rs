@@ -4,10 +4,10 @@
 //! multiprocessors, and streams that wait for it may hold up others: a GPU has few queues for streams. So the sender thread enqueues a
 //! message when its receive is enqueued, and until then the streams of the rank wait for no other rank
 //! ([`NcclRank::rejoin`]). The earliest of the calls that wait thus always finds its peers in front of the queues.
-use super::comm::{CommMembers, NcclComm, PriorWork};
+use super::comm::{CommMembers, NcclComm};
 use super::handle::CommTerms;
 use super::lanes::{CourierMessage, LaneEnd};
-use super::limit::{LaneStatus, Limit};
+use super::limit::{LaneStatus, Limit, PriorWork};
 use super::rank::{NcclRank, UnsentMessage};
 use super::transfer::{DoneEvent, issue_send};
 use crate::backend::cuda::driver;

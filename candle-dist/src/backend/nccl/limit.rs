@@ -1,7 +1,30 @@
-//! How long calls may wait for other ranks.
+//! What calls come after on the GPU, and how long they may wait for other ranks.
+use crate::Result;
+use crate::backend::cuda::driver;
+use cudarc::driver::{CudaEvent, CudaStream};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
+
+/// What a call comes after on the GPU.
+#[derive(Default)]
+pub(super) struct PriorWork {
+    pub(super) events: Vec<CudaEvent>,
+    /// The streams that also wait for a call that fails.
+    pub(super) streams: Vec<Arc<CudaStream>>,
+}
+
+impl PriorWork {
+    /// Returns the present work of streams.
+    pub(super) fn on(streams: &[Arc<CudaStream>]) -> Result<Self> {
+        let events = streams.iter().map(|stream| stream.record_event(None)).collect::<Result<_, _>>();
+        Ok(Self { events: events.map_err(driver)?, streams: streams.to_vec() })
+    }
+
+    pub(super) fn of(event: CudaEvent) -> Self {
+        Self { events: vec![event], streams: Vec::new() }
+    }
+}
 
 /// How long a call may wait for other ranks.
 pub(super) enum Limit {

@@ -12,12 +12,13 @@
 //! | tags | each pair of ranks has a channel per tag, created on first use: use few tags |
 //! | the first call on a group | waits until all members have made theirs, also if it is started. Later ones that are started do not wait, and those of different groups may come in any order on each rank |
 //! | a send | never waits; a thread of the backend delivers it when its receive is enqueued, however late. A rank that ends waits for its messages until their receivers have returned or the timeout has passed |
+//! | threads that share a GPU | wait on the host in each call until all members have come to it and until it is enqueued; a started call does so on a thread of its own |
 //! | ranks that make different calls | get an error: threads at once; processes within a second or before the rank ends, or at once if calls wait for it (`InitOptions::debug`) |
 //! | groups that are dropped | keep their memory, up to 8 for each rank, or until no call is under way |
 //!
 //! A rank's watchdog checks its communicators several times a second. It aborts them if NCCL reports an error, a call
 //! exceeds the timeout, or the world has failed, so that no stream waits forever. Results computed from an aborted call
-//! are garbage, and every later call returns the error. An abort that hangs ends the process ([`World::abort_timeout`](crate::World::abort_timeout)).
+//! are garbage, and every later call returns the error, as the end of the world does. An abort that hangs ends the process ([`World::abort_timeout`](crate::World::abort_timeout)).
 //!
 //! | variable | set by [`threads::settle`](crate::threads::settle), unless the user has set it |
 //! |---|---|
@@ -29,6 +30,7 @@
 mod plan;
 
 mod abort;
+mod assemblies;
 #[cfg(feature = "nccl")]
 mod backend;
 #[cfg(feature = "nccl")]
@@ -75,6 +77,8 @@ use candle_core::Device;
 use std::sync::Arc;
 
 #[cfg(feature = "nccl")]
+pub(crate) use assemblies::AssemblyTable;
+#[cfg(feature = "nccl")]
 pub(crate) use backend::NcclBackend;
 #[cfg(feature = "nccl")]
 pub(crate) use compare::CallTable;
@@ -110,7 +114,7 @@ pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backen
     crate::threads::note_gpu_variables();
     let crate::launch::GpuOptions { max_ctas, abort_timeout } = control.gpu();
     let ctas = CtaLimits::new(max_ctas, info.local_size.div_ceil(gpus()?.max(1)))?;
-    let terms = RankTerms { ctas, abort_timeout, parked: ParkedComms::new(1) };
+    let terms = RankTerms { ctas, abort_timeout, parked: ParkedComms::new(1), assemblies: None };
     let watch = WorldWatch::Process(control.clone(), LastCalls::default());
     Ok(Arc::new(NcclBackend::world(watch, &device, control.size(), terms)?))
 }

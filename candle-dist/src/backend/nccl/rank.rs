@@ -1,5 +1,6 @@
 //! The state of one rank: its GPU, its view of the world, and the communicators that its watchdog monitors.
 use super::abort::{AbortSet, last_words};
+use super::assemblies::AssemblyTable;
 use super::comm::{CommMembers, CommState, NcclComm};
 use super::ctas::CtaLimits;
 use super::handle::{CommTerms, UniqueId};
@@ -26,6 +27,8 @@ pub(crate) struct RankTerms {
     /// How long an abort may take before the process ends.
     pub(crate) abort_timeout: Duration,
     pub(crate) parked: Arc<ParkedComms>,
+    /// Where ranks of this process share a GPU.
+    pub(crate) assemblies: Option<Arc<AssemblyTable>>,
 }
 
 /// The state of one rank.
@@ -39,6 +42,7 @@ pub(super) struct NcclRank {
     pub(super) turn: Mutex<()>,
     pub(super) ctas: CtaLimits,
     pub(super) parked: Arc<ParkedComms>,
+    pub(super) assemblies: Option<Arc<AssemblyTable>>,
     aborts: Arc<AbortSet>,
     abort_timeout: Duration,
     /// How many messages wait for their receivers and are not enqueued.
@@ -91,7 +95,7 @@ impl NcclRank {
         let device = device.as_cuda_device()?.clone();
         device.cuda_stream().context().bind_to_thread().map_err(driver)?;
         let (_, priority) = cudarc::driver::result::stream::get_priority_range().map_err(driver)?;
-        let RankTerms { ctas, abort_timeout, parked } = terms;
+        let RankTerms { ctas, abort_timeout, parked, assemblies } = terms;
         let rank = Arc::new(Self {
             watch,
             device,
@@ -99,6 +103,7 @@ impl NcclRank {
             turn: Mutex::default(),
             ctas,
             parked,
+            assemblies,
             aborts: Arc::default(),
             abort_timeout,
             unsent: AtomicUsize::new(0),

@@ -1,5 +1,6 @@
 //! Prepares the tensors of a collective in GPU memory, and enqueues NCCL's calls.
-use super::comm::{NcclComm, PriorWork};
+use super::comm::NcclComm;
+use super::limit::PriorWork;
 use super::marks;
 use super::plan::{BufferSpan, FlatTransfer, TransferPlan};
 use super::rank::NcclRank;

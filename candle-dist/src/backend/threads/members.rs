@@ -263,12 +263,12 @@ impl WorldState {
 pub(crate) struct RankGuard {
     world: Arc<WorldState>,
     rank: usize,
-    end: Option<End>,
+    has_ended: bool,
 }
 
 impl RankGuard {
     pub(crate) fn new(world: Arc<WorldState>, rank: usize) -> Self {
-        Self { world, rank, end: None }
+        Self { world, rank, has_ended: false }
     }
 
     /// Makes the current thread the rank's own.
@@ -276,14 +276,16 @@ impl RankGuard {
         self.world.settle_thread(self.rank);
     }
 
-    /// Sets how the rank ends. By default it is a plain return or a panic.
+    /// Says how the rank ends. A drop without it is a plain return or a panic.
     pub(crate) fn finish(&mut self, end: End) {
-        self.end = Some(end);
+        if !std::mem::replace(&mut self.has_ended, true) {
+            self.world.end(self.rank, end);
+        }
     }
 }
 
 impl Drop for RankGuard {
     fn drop(&mut self) {
-        self.world.end(self.rank, self.end.take().unwrap_or_else(End::of_thread));
+        self.finish(End::of_thread());
     }
 }

@@ -16,8 +16,9 @@ const HEADWAY: Duration = Duration::from_millis(300);
 
 /// A program: its name, the GPUs of its ranks, and what each rank does.
 type Program = (&'static str, &'static [usize], fn(&RankContext) -> Result<()>);
-const PROGRAMS: [Program; 6] = [
+const PROGRAMS: [Program; 7] = [
     ("ranks that share a GPU", &[0; 4], shared_gpu),
+    ("calls on a shared GPU", &[0; 4], calls_on_a_shared_gpu),
     ("messages behind a call that waits", &[0, 1], messages_behind_a_call),
     ("a group that ends beside a call", &[0, 1], a_group_that_ends),
     ("first calls in any order", &[0, 1], first_calls),
@@ -42,6 +43,34 @@ fn sum_on(group: &ProcessGroup, ctx: &RankContext) -> Result<Vec<f32>> {
 /// Each rank's kernel of a collective waits for those of the others, so all must fit on the GPU.
 fn shared_gpu(ctx: &RankContext) -> Result<()> {
     assert_eq!(sum_on(ctx.group(), ctx)?, [14.0; 6]);
+    Ok(())
+}
+
+/// Ranks that share a GPU and its queues compute, make calls of several kinds and load kernels, each at its own pace.
+fn calls_on_a_shared_gpu(ctx: &RankContext) -> Result<()> {
+    let (n, me) = (ctx.world_size(), ctx.rank());
+    let all: Vec<usize> = (0..n).collect();
+    let groups = [ctx.group().subgroup(&all)?, ctx.group().subgroup(&all)?];
+    for round in 0..5 {
+        if (round + me) % n == 0 {
+            std::thread::sleep(HEADWAY / 6);
+        }
+        let x = computed(me, 40, ctx.device())?;
+        let sum = groups[round % 2].all_reduce(&x, ReduceOp::Sum)?;
+        // Its kernel may be loaded here.
+        let squares = sum.sqr()?;
+        ctx.group().send(&x, (me + 1) % n)?;
+        let received = ctx.group().recv(40, DType::F32, (me + n - 1) % n)?;
+        let order = if me % 2 == 0 { [0, 1] } else { [1, 0] };
+        let barriers = order.map(|at| groups[at].call(Collective::Barrier).start_all(&[]));
+        let sums = order.map(|at| groups[at].call(Collective::AllReduce(ReduceOp::Sum)).start(&x));
+        for (barrier, sum) in barriers.into_iter().zip(sums) {
+            barrier?.wait()?;
+            assert_eq!(sum?.wait()?.to_vec1::<f32>()?, [14.0; 40]);
+        }
+        assert_eq!(received.to_vec1::<f32>()?, vec![2.0 + ((me + n - 1) % n) as f32; 40]);
+        assert_eq!(squares.to_vec1::<f32>()?, [196.0; 40]);
+    }
     Ok(())
 }
 
@@ -163,6 +192,16 @@ fn ranks_that_share_a_gpu_have_room_for_their_kernels() {
     if is_simulated() {
         let variables = [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("SIM_QUEUES", "32")];
         assert_eq!(run("ranks that share a GPU", &variables), "fine");
+    }
+}
+
+#[test]
+fn ranks_that_share_a_gpu_do_not_hold_up_each_other() {
+    if is_simulated() {
+        for queues in ["1", "3"] {
+            let variables = [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("SIM_QUEUES", queues)];
+            assert_eq!(run("calls on a shared GPU", &variables), "fine", "{queues} queues");
+        }
     }
 }
 

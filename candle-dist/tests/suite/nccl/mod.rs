@@ -147,6 +147,33 @@ fn a_result_whose_call_fails_before_it_is_read_is_an_error() {
     }
 }
 
+/// A rank that copies a result by itself gets what an aborted call has left, and hears of it at its end.
+#[test]
+fn a_world_whose_call_was_aborted_does_not_end_well() {
+    let timeout = Duration::from_secs(1);
+    for n in sizes(2) {
+        for drops in [false, true] {
+            let devices = (0..n).map(|gpu| Device::new_cuda_with_stream(gpu).unwrap()).collect();
+            let outcome = World::nccl(devices).timeout(timeout).run(|ctx| -> Result<()> {
+                let group = ctx.group().subgroup(&(0..n).collect::<Vec<_>>())?;
+                let x = computed(ctx.rank(), 6, ctx.device())?;
+                assert_eq!(group.all_reduce(&x, ReduceOp::Sum)?.to_vec1::<f32>()?, vec![sum_of(n); 6]);
+                if ctx.rank() == 0 {
+                    std::thread::sleep(timeout * 2);
+                    return Ok(());
+                }
+                let sum = group.all_reduce(&x, ReduceOp::Sum)?;
+                if drops {
+                    drop(group);
+                }
+                Ok(sum.to_vec1::<f32>().map(drop)?)
+            });
+            let error = outcome.expect_err("a call was aborted").to_string();
+            assert!(error.contains("waited longer than the timeout"), "{error}");
+        }
+    }
+}
+
 #[test]
 fn a_result_may_be_copied_to_another_device_at_once() {
     for n in sizes(2) {

@@ -1,11 +1,13 @@
 //! Caches of keys and values.
 mod layout;
+mod pair;
 mod texts;
 
 use crate::{DTensor, Error, Result};
 use candle_core::{D, DType, Device, Tensor};
 use candle_nn::kv_cache;
 use layout::CacheLayout;
+use pair::PairStorage;
 pub use texts::{TextCache, TextKv, TextTokens};
 
 /// The keys and values of all tokens so far. Each rank holds its heads or its part of the batch. It is candle-nn's
@@ -36,7 +38,7 @@ pub use texts::{TextCache, TextKv, TextTokens};
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 #[derive(Debug)]
-pub struct KvCache(LocalCache<kv_cache::KvCache>);
+pub struct KvCache(LocalCache<PairStorage>);
 
 /// Like [`KvCache`], but keeps only the last `max_seq_len` tokens: candle-nn's `RotatingKvCache` for [`DTensor`]s.
 ///
@@ -117,12 +119,12 @@ impl KvCache {
 
     /// Returns the number of tokens, which is the position of the next one.
     pub fn current_seq_len(&self) -> usize {
-        self.0.held.current_seq_len()
+        self.0.held.len()
     }
 
     /// Returns the number of tokens that fit into the allocated memory.
     pub fn max_seq_len(&self) -> usize {
-        self.0.held.k_cache().max_seq_len()
+        self.0.held.room()
     }
 
     /// Returns a cache with a copy of the first tokens: this one cut back, or the beginning of another text that starts
@@ -230,7 +232,7 @@ impl RotatingKvCache {
     }
 }
 
-/// A cache of candle-nn's for the local tensors of one rank.
+/// A cache for the local tensors of one rank.
 trait CacheStorage: Sized {
     /// The name of the cache in errors.
     const NAME: &'static str;
@@ -247,38 +249,29 @@ trait CacheStorage: Sized {
     fn filled(&self) -> Option<[usize; 2]>;
 }
 
-macro_rules! held {
-    ($($cache:ident: $filled:expr),*) => {$(
-        impl CacheStorage for kv_cache::$cache {
-            const NAME: &'static str = stringify!($cache);
+impl CacheStorage for kv_cache::RotatingKvCache {
+    const NAME: &'static str = "RotatingKvCache";
 
-            fn new(dim: usize, max_seq_len: usize) -> Self {
-                Self::new(dim, max_seq_len)
-            }
+    fn new(dim: usize, max_seq_len: usize) -> Self {
+        Self::new(dim, max_seq_len)
+    }
 
-            fn append(&mut self, k: &Tensor, v: &Tensor) -> candle_core::Result<(Tensor, Tensor)> {
-                self.append(k, v)
-            }
+    fn append(&mut self, k: &Tensor, v: &Tensor) -> candle_core::Result<(Tensor, Tensor)> {
+        self.append(k, v)
+    }
 
-            fn k(&self) -> candle_core::Result<Option<Tensor>> {
-                self.k()
-            }
+    fn k(&self) -> candle_core::Result<Option<Tensor>> {
+        self.k()
+    }
 
-            fn v(&self) -> candle_core::Result<Option<Tensor>> {
-                self.v()
-            }
+    fn v(&self) -> candle_core::Result<Option<Tensor>> {
+        self.v()
+    }
 
-            fn filled(&self) -> Option<[usize; 2]> {
-                let filled: fn(&Self) -> Option<[usize; 2]> = $filled;
-                filled(self)
-            }
-        }
-    )*};
+    fn filled(&self) -> Option<[usize; 2]> {
+        None
+    }
 }
-held!(
-    KvCache: |held| Some([held.current_seq_len(), held.k_cache().max_seq_len()]),
-    RotatingKvCache: |_| None
-);
 
 /// Keys whose first elements are the values.
 #[derive(Debug)]

@@ -47,6 +47,22 @@ fn rotary_positions() {
         let cut = |x: &[DTensor]| x[0].rope(&x[1].detach(), &x[2].detach(), 2, RopePairs::Halves);
         cases.push(Case::new("rope of each element", &inputs, cut, elements));
     }
+    // Queries, and keys with fewer heads.
+    for pairs in [RopePairs::Halves, RopePairs::Neighbors] {
+        let inputs: [Input; 4] =
+            [(&[2, 3, 5, 4], Float), (&[2, 1, 5, 4], Float), (&[7, 2], Float), (&[7, 2], Float)];
+        let both = move |x: &[DTensor]| {
+            let [q, k] = x[0].rope_both(&x[1], &x[2].detach(), &x[3].detach(), 2, pairs)?;
+            q.add(&k)
+        };
+        let alone = move |x: &[Tensor]| {
+            let turned = |x: &Tensor, cos: &Tensor, sin: &Tensor| {
+                kernels::rope(x, &cos.detach(), &sin.detach(), 2, pairs)
+            };
+            turned(&x[0], &x[2], &x[3])?.broadcast_add(&turned(&x[1], &x[2], &x[3])?)
+        };
+        cases.push(Case::new(&format!("rope of both {pairs:?}"), &inputs, both, alone));
+    }
     sweep("rope", cases);
 }
 

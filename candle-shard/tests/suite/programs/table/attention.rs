@@ -59,4 +59,17 @@ pub(super) const OPS: &[Entry] = apart! {
         (dim % 2 == 0).then(|| call(vec![tables; 2], vec![offset, d.below(2)])).flatten()
     }, |x, n| x[0].rope(&x[1].detach(), &x[2].detach(), n[0], pairs(n[1])),
         kernels::rope(&x[0], &x[1].detach(), &x[2].detach(), n[0], pairs(n[1]));
+    rope_both, 2..=4, |d, s| {
+        let (rows, dim) = (s[s.len() - 2], s[s.len() - 1]);
+        let offset = d.below(3);
+        let tables = float(&[rows + offset, dim / 2]);
+        let others = vec![float(s), tables.clone(), tables];
+        (dim % 2 == 0).then(|| call(others, vec![offset, d.below(2)])).flatten()
+    }, |x, n| {
+        let turned = x[0].rope_both(&x[1], &x[2].detach(), &x[3].detach(), n[0], pairs(n[1]));
+        turned.and_then(|[q, k]| q.add(&k))
+    }, {
+        let turned = |x: &Tensor, tables: &[Tensor]| kernels::rope(x, &tables[0].detach(), &tables[1].detach(), n[0], pairs(n[1]));
+        turned(&x[0], &x[2..])? + turned(&x[1], &x[2..])?
+    };
 };
