@@ -34,7 +34,7 @@ const FLAGS: [(&str, &[Command]); 14] = [
     ("dp", &[Train, Serve]),
     ("cp", &[Generate, Train, Serve, Score]),
     ("ep", &[Generate, Train, Serve, Score, Info]),
-    ("shares", &[Generate, Serve, Score, Info]),
+    ("shares", &[Generate, Train, Serve, Score, Info]),
     ("dequantize", &[Generate, Serve, Score, Info]),
     ("cache_dtype", &[Generate, Serve]),
     ("cache_tokens", &[Generate, Serve]),

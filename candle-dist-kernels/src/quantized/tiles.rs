@@ -104,12 +104,12 @@ impl Tiles {
         self.tiles().len()
     }
 
-    fn tiles(&self) -> &[u8] {
+    pub(super) fn tiles(&self) -> &[u8] {
         &self.memory[self.start..][..self.memory.len() - CHUNK]
     }
 
     /// The bytes of a row of tiles.
-    fn row_bytes(&self) -> usize {
+    pub(super) fn row_bytes(&self) -> usize {
         self.columns / self.layout.columns * self.layout.block()
     }
 

@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicBool;
 use anyhow::{Context, Result, ensure};
 use candle_dist::ProcessGroup;
 use candle_pipe::{Pipeline, StageLayout};
+use candle_shard::parallel::Shares;
 use candle_shard::regular;
 use serde_json::{Map, Value};
 
@@ -34,6 +35,8 @@ pub struct Job {
     pub beside: Vec<(&'static str, Vec<u8>)>,
     /// Which layers make a stage, if they are not to cost about equally much.
     pub layout: Option<StageLayout>,
+    /// The shares of the ranks over which a layer is sharded, if they are unlike.
+    pub shares: Option<Shares>,
     /// How to train.
     pub recipe: Recipe,
     /// The adapter that is trained instead of the model, of which it is the only one.

@@ -239,7 +239,7 @@ impl<'a> Trainer<'a> {
         let Pipeline { pp, dp, cp, ep, tp, .. } = pipeline;
         let mesh =
             ctx.mesh(&[("pp", pp), ("dp", dp), (TOKEN_AXIS, cp), (EXPERT_AXIS, ep), (LAYER_AXIS, tp)])?;
-        let plan = Decoder::training_plan(&job.files.config, LAYER_AXIS);
+        let plan = Decoder::training_plan(&job.files.config, LAYER_AXIS).with_shares(job.shares.clone());
         let (weights, device) = (job.files.weights.clone(), ctx.device());
         let (seed, dtype) = (recipe.seed, recipe.dtype.into());
         let axes = [("dp", job.fsdp), (TOKEN_AXIS, cp > 1), (EXPERT_AXIS, ep > 1), (LAYER_AXIS, true)];

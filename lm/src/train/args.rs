@@ -209,7 +209,7 @@ pub struct TrainArgs {
 const MAX_RANKS: usize = 256;
 
 /// The flags of other commands.
-const OTHERS: [&str; 16] = [
+const OTHERS: [&str; 15] = [
     "prompt",
     "max_tokens",
     "temperature",
@@ -225,7 +225,6 @@ const OTHERS: [&str; 16] = [
     "text",
     "window",
     "stride",
-    "shares",
 ];
 
 impl TrainArgs {

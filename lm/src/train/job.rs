@@ -160,6 +160,7 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
         files,
         beside,
         layout: args.layout.clone(),
+        shares: args.shares.clone(),
         recipe,
         lora,
         base,

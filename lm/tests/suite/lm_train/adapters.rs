@@ -248,7 +248,7 @@ fn adapters_have_the_loss_the_gradients_and_the_step_of_peft_on_every_mesh() {
                 true => &[
                     "--tp 1",
                     "--tp 2 --dp 2",
-                    "--pp 2 --tp 2 --recompute",
+                    "--pp 2 --tp 2 --shares 3:1 --recompute",
                     "--tp 2 --dp 2 --fsdp",
                     "--tp 1 --cp 2",
                 ],
@@ -552,7 +552,7 @@ fn what_is_saved_is_read_again_and_goes_on_on_other_meshes() {
             on_ranks(1, &fact.case, move |ctx| train(ctx, &job, |_| Ok(()))).remove(0).losses
         };
         let more = ["--tp 2 --ep 2"].into_iter().filter(|_| changes_experts(fact));
-        for mesh in ["--tp 2", "--tp 1 --pp 2", "--tp 2 --dp 2 --fsdp"].into_iter().chain(more) {
+        for mesh in ["--tp 2", "--tp 1 --pp 2", "--tp 2 --shares 1:3 --dp 2 --fsdp"].into_iter().chain(more) {
             let saved = place.path(&format!("saved {mesh}").replace(' ', "_"));
             let flags = format!("--steps 3 --save-every 2 {mesh} --save {}", saved.display());
             let mut job = Job::clone(&job(&place, &folder, &flags));
@@ -688,6 +688,26 @@ fn an_adapter_of_a_gguf_file_goes_on_where_the_file_is_now() {
     assert!(refused.contains("--model"), "{refused}");
     let last = place.losses("--resume @saved --tp 2 --model @moved.gguf");
     assert_near(last[0], all[2], "with the file elsewhere");
+}
+
+#[test]
+fn an_adapter_of_blocks_learns_on_every_mesh_what_it_does_on_one_rank() {
+    let of = Config { vocab_size: 101, hidden_size: 128, intermediate_size: 96, ..config(4, 2) };
+    let place = Place::new(&of);
+    tokenizer(&place.path("model"), 101, byte_level());
+    let base = place.path("base.gguf");
+    Files::open(&place.path("model")).unwrap().export_gguf(&base, GgmlDType::Q4_1, |_, _| {}).unwrap();
+    for lora in ["r=2", "r=2,dora,dropout=0.2"] {
+        let flags = |mesh: &str| format!("--batch 4 --steps 3 --model @base.gguf --qlora {lora} {mesh}");
+        let want = place.losses(&flags("--tp 1"));
+        for mesh in [
+            "--tp 2 --shares 3:1",
+            "--tp 2 --shares 0:1 --pp 2",
+            "--tp 2 --shares 1:3 --dp 2 --fsdp --recompute",
+        ] {
+            assert_close(&place.losses(&flags(mesh)), &want, 1e-4, &format!("{lora} on {mesh}"));
+        }
+    }
 }
 
 #[test]
