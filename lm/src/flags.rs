@@ -25,7 +25,7 @@ const HEADINGS: [(&str, &[Command]); 9] = [
 
 /// The commands of flags that are not those of their heading.
 const FLAGS: [(&str, &[Command]); 14] = [
-    ("adapter", &[Generate, Serve, Score, Export, Merge]),
+    ("adapter", &[Generate, Train, Serve, Score, Export, Merge]),
     ("dtype", &[Generate, Train, Serve, Score, Info, Merge]),
     ("model", &[Generate, Train, Serve, BenchServe, Score, Info, Export, Merge]),
     ("seed", &[Generate, Train, Serve, BenchServe, Score, Info]),

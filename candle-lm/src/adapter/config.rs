@@ -351,11 +351,16 @@ impl AdapterConfig {
 /// The value of the first pattern that matches the end of a path.
 fn first_match<T: Copy>(patterns: &[(String, T)], path: &str) -> Result<Option<T>> {
     for (pattern, value) in patterns {
-        if Regex::new(&format!(r"^(?:.*\.)?(?:{pattern})$"))?.is_match(path)? {
+        if is_match(pattern, path)? {
             return Ok(Some(*value));
         }
     }
     Ok(None)
+}
+
+/// Whether a pattern of ranks or of scales is that of a path.
+pub(super) fn is_match(pattern: &str, path: &str) -> Result<bool> {
+    Ok(Regex::new(&format!(r"^(?:.*\.)?(?:{pattern})$"))?.is_match(path)?)
 }
 
 fn shown(value: Option<&Value>) -> String {

@@ -43,6 +43,8 @@ pub struct Job {
     pub lora: Option<AdapterConfig>,
     /// What tells the model from others, if an adapter of it is trained.
     pub base: Option<Stamp>,
+    /// What tells the adapter that the training begins with from others, if it does not begin with a fresh one or with that of a checkpoint.
+    pub begins_with: Option<Stamp>,
     /// What on.
     pub text: TrainingData,
     /// The validation text, and the steps between its losses; without a number they come with the checkpoints.

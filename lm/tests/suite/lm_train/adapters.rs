@@ -109,9 +109,7 @@ const RECIPE: &str = "--seed 0 --batch 4 --seq-len 9 --lr 0.01 --warmup 1 --deca
 
 /// The training of an adapter that is read from its folder.
 fn job(place: &Place, folder: &Path, flags: &str) -> Arc<Job> {
-    let job = place.open(&format!("{RECIPE} {flags} --lora r=4")).unwrap();
-    let files = Files::open(&place.path("model")).unwrap().with_adapter(TRAINED, folder).unwrap();
-    Arc::new(Job { files, lora: Some(AdapterConfig::read(folder).unwrap()), ..Job::clone(&job) })
+    place.open(&format!("{RECIPE} {flags} --adapter {}", folder.display())).unwrap()
 }
 
 /// The gradients by the names of files.
@@ -555,10 +553,7 @@ fn what_is_saved_is_read_again_and_goes_on_on_other_meshes() {
         for mesh in ["--tp 2", "--tp 1 --pp 2", "--tp 2 --shares 1:3 --dp 2 --fsdp"].into_iter().chain(more) {
             let saved = place.path(&format!("saved {mesh}").replace(' ', "_"));
             let flags = format!("--steps 3 --save-every 2 {mesh} --save {}", saved.display());
-            let mut job = Job::clone(&job(&place, &folder, &flags));
-            let base = place.path("model").display().to_string();
-            job.lora = job.lora.map(|lora| AdapterConfig { base: Some(base), ..lora });
-            let job = Arc::new(job);
+            let job = job(&place, &folder, &flags);
             let ranks = job.pipeline.world();
             on_ranks(ranks, &fact.case, move |ctx| train(ctx, &job, |_| Ok(())));
             let step = saved.join("step-00000002");
@@ -688,26 +683,6 @@ fn an_adapter_of_a_gguf_file_goes_on_where_the_file_is_now() {
     assert!(refused.contains("--model"), "{refused}");
     let last = place.losses("--resume @saved --tp 2 --model @moved.gguf");
     assert_near(last[0], all[2], "with the file elsewhere");
-}
-
-#[test]
-fn an_adapter_of_blocks_learns_on_every_mesh_what_it_does_on_one_rank() {
-    let of = Config { vocab_size: 101, hidden_size: 128, intermediate_size: 96, ..config(4, 2) };
-    let place = Place::new(&of);
-    tokenizer(&place.path("model"), 101, byte_level());
-    let base = place.path("base.gguf");
-    Files::open(&place.path("model")).unwrap().export_gguf(&base, GgmlDType::Q4_1, |_, _| {}).unwrap();
-    for lora in ["r=2", "r=2,dora,dropout=0.2"] {
-        let flags = |mesh: &str| format!("--batch 4 --steps 3 --model @base.gguf --qlora {lora} {mesh}");
-        let want = place.losses(&flags("--tp 1"));
-        for mesh in [
-            "--tp 2 --shares 3:1",
-            "--tp 2 --shares 0:1 --pp 2",
-            "--tp 2 --shares 1:3 --dp 2 --fsdp --recompute",
-        ] {
-            assert_close(&place.losses(&flags(mesh)), &want, 1e-4, &format!("{lora} on {mesh}"));
-        }
-    }
 }
 
 #[test]
