@@ -4,30 +4,41 @@ use std::fs;
 
 use candle_core::quantized::GgmlDType;
 use candle_lm::config::Config;
+use candle_lm::config::experts::Experts;
 use candle_lm::files::Files;
 use serde_json::{Value, json};
 
 use crate::lm::export::{byte_level, tokenizer};
-use crate::lm_train::support::{Place, assert_close, config};
+use crate::lm_train::support::{Place, assert_close, config, mixture};
 
-#[test]
-fn an_adapter_of_blocks_learns_on_every_mesh_what_it_does_on_one_rank() {
-    let of = Config { vocab_size: 101, hidden_size: 128, intermediate_size: 96, ..config(4, 2) };
-    let place = Place::new(&of);
+/// Compares the losses of an adapter of a model in blocks of 4 bits.
+fn learns_alike(of: &Config, lora: &str, meshes: &[&str]) {
+    let place =
+        Place::new(&Config { vocab_size: 101, hidden_size: 128, intermediate_size: 96, ..of.clone() });
     tokenizer(&place.path("model"), 101, byte_level());
     let base = place.path("base.gguf");
     Files::open(&place.path("model")).unwrap().export_gguf(&base, GgmlDType::Q4_1, |_, _| {}).unwrap();
-    for lora in ["r=2", "r=2,dora,dropout=0.2"] {
-        let flags = |mesh: &str| format!("--batch 4 --steps 3 --model @base.gguf --qlora {lora} {mesh}");
-        let want = place.losses(&flags("--tp 1"));
-        for mesh in [
-            "--tp 2 --shares 3:1",
-            "--tp 2 --shares 0:1 --pp 2",
-            "--tp 2 --shares 1:3 --dp 2 --fsdp --recompute",
-        ] {
-            assert_close(&place.losses(&flags(mesh)), &want, 1e-4, &format!("{lora} on {mesh}"));
-        }
+    let flags = |mesh: &str| format!("--batch 4 --steps 3 --model @base.gguf --qlora {lora} {mesh}");
+    let want = place.losses(&flags("--tp 1"));
+    for mesh in meshes {
+        assert_close(&place.losses(&flags(mesh)), &want, 1e-4, &format!("{lora} on {mesh}"));
     }
+}
+
+#[test]
+fn an_adapter_of_blocks_learns_on_every_mesh_what_it_does_on_one_rank() {
+    let meshes = [
+        "--tp 2 --shares 3:1",
+        "--tp 2 --shares 0:1 --pp 2",
+        "--tp 2 --shares 1:3 --dp 2 --fsdp --recompute",
+    ];
+    learns_alike(&config(4, 2), "r=2", &meshes);
+    learns_alike(&config(4, 2), "r=2,dora,dropout=0.2", &meshes);
+    let mut of = mixture(4, 2);
+    let experts = of.parts.experts.take().unwrap();
+    of.parts.experts = Some(Experts { hidden: 96, ..experts });
+    let meshes = ["--tp 2 --shares 1:3", "--ep 2 --tp 2 --shares 2:1", "--ep 4 --tp 1 --recompute"];
+    learns_alike(&of, "r=2,targets=o_proj+experts.gate_up_proj+experts.down_proj", &meshes);
 }
 
 #[test]
