@@ -70,8 +70,8 @@ impl NewColumns<'_> {
     }
 }
 
-/// Returns a matrix of `rows` rows whose columns are in parts of these `widths`, which add up to all of them. `compute` adds at least one product
-/// to the part of a number; on several threads, if the work `is_worth_it`.
+/// Returns a matrix of `rows` rows whose columns are in parts of these `widths`, which add up to all of them. `compute` adds at
+/// least one product to the part of a number; on several threads, if the work `is_worth_it`.
 pub(crate) fn by_columns(
     rows: usize,
     widths: &[usize],
@@ -91,7 +91,7 @@ pub(crate) fn by_columns(
         start += width;
         NewColumns { first, dims: [rows, width], stride, is_written: false, memory: PhantomData }
     });
-    let written = parallel::map(is_worth_it, parts.filter(|part| part.dims[1] > 0), |number, mut part| {
+    let written = parallel::map(is_worth_it, parts, |number, mut part| {
         compute(number, &mut part)?;
         Ok(part.is_written)
     });

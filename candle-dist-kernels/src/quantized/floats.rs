@@ -15,8 +15,8 @@ use super::tiles::{Processor, Tiles};
 use crate::parallel;
 use crate::product::{Matrix, by_columns};
 
-/// The most rows or columns of the result that one thread computes at once, and of the weight that it multiplies at once: the floats of a panel of
-/// both lie in the L2 cache of a core.
+/// The most rows or columns of the result that one thread computes at once, and of the weight that it multiplies at once: the
+/// floats of a panel of both lie in the L2 cache of a core.
 const PANEL: usize = 256;
 
 /// Multiplications from which several threads share a product, and floats from which they make them.

@@ -54,8 +54,8 @@ pub fn quantized_linear(x: &Tensor, weights: &[&QuantizedMatrix]) -> Result<Tens
 /// Computes `x · weightᵀ` for `x` `[.., k]` and the floats that a quantized weight `[n, k]` stands for, in the dtype of `x`: `[.., n]`.
 ///
 /// `x` is not rounded, unlike in [`quantized_linear`], so a small change of the input is a small change of the output, as
-/// training needs. The input has a gradient, the weight has none. On the CPU each pass makes the floats of a panel of the weight at a time, in the cache of
-/// each thread, and no float of it stays in memory.
+/// training needs. The input has a gradient, the weight has none. On the CPU each pass makes the floats of a panel of the weight
+/// at a time, in the cache of each thread, and no float of it stays in memory.
 ///
 /// # Errors
 /// Those of [`quantized_linear`].

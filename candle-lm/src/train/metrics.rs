@@ -32,8 +32,8 @@ pub fn flops_per_token(config: &Config, seq_len: usize) -> f64 {
     6.0 * computing(config) + attention(config, seq_len)
 }
 
-/// The floating-point operations that a token takes in a step of a job: those of [`flops_per_token`], less those of the gradients of weights that are
-/// frozen beside an adapter, with those of its factors. Preferences take another forward pass.
+/// The floating-point operations that a token takes in a step of a job: those of [`flops_per_token`], less those of the gradients of weights that
+/// are frozen beside an adapter, with those of its factors. Preferences take another forward pass.
 ///
 /// # Errors
 /// If the model has no module that the adapter names.

@@ -50,7 +50,8 @@ fn passes(sequences: usize, replicas: usize, microbatches: usize, rows: usize) -
     passes
 }
 
-/// The mean loss of all sequences that follow each other in the text, the same on all ranks; `None` if a rank is asked to stop before all are computed.
+/// The mean loss of all sequences that follow each other in the text, the same on all ranks; `None` if a rank is asked to stop
+/// before all are computed.
 ///
 /// Every rank of `world` calls it, which has the axes `("pp", "dp", "cp", "ep", "tp")` of the mesh.
 ///

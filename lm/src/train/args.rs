@@ -47,8 +47,8 @@ pub struct TrainArgs {
     pub fresh: bool,
 
     /// Train an adapter instead of the model, and save it in PEFT's layout: r=N, alpha=X, dropout=P, targets=NAME+NAME or
-    /// all-linear, layers=N+N, ranks=NAME:N+NAME:N, alphas=NAME:X+NAME:X, save=NAME+NAME, rslora, dora, bias, separated by commas; the model may be a
-    /// GGUF file
+    /// all-linear, layers=N+N, ranks=NAME:N+NAME:N, alphas=NAME:X+NAME:X, save=NAME+NAME, rslora, dora, bias, separated by commas; the
+    /// model may be a GGUF file
     #[arg(long, value_name = "OPTIONS", requires_all = ["train", "model"], conflicts_with_all = ["resume", "fresh"])]
     pub lora: Option<LoraFlag>,
 
