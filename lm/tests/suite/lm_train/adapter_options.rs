@@ -3,6 +3,7 @@
 use std::fs;
 
 use candle_core::quantized::GgmlDType;
+use candle_lm::adapter::{AdapterConfig, ModuleKind};
 use candle_lm::config::Config;
 use candle_lm::config::experts::Experts;
 use candle_lm::files::Files;
@@ -69,5 +70,18 @@ fn an_adapter_that_a_training_begins_with_is_one_alone_and_fits_the_model() {
     ] {
         let said = format!("{:#}", place.open(flags).unwrap_err());
         assert!(said.contains(wanted), "{flags}: {said}");
+    }
+}
+
+#[test]
+fn patterns_keep_their_order_of_which_the_first_counts() {
+    let text = r#"{"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"],
+        "rank_pattern": {"q_proj": 3, "layers.0.self_attn.q_proj": 2}, "alpha_pattern": {"q_proj": 8, "layers.0.self_attn.q_proj": 2}}"#;
+    let mut config = AdapterConfig::parse(text).unwrap();
+    for _ in 0..2 {
+        let options =
+            config.options_of("model.layers.0.self_attn.q_proj", ModuleKind::Linear).unwrap().unwrap();
+        assert_eq!((options.rank, options.alpha), (3, 8.0));
+        config = AdapterConfig::parse(&config.to_json().to_string()).unwrap();
     }
 }
