@@ -6,6 +6,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use candle_core::Result;
+use candle_core::quantized::GgmlDType;
 
 use super::format::{COLUMNS, Format, GROUPS, ROWS, Scales, with_format};
 use super::kernel::{codes, part};
