@@ -42,11 +42,11 @@ pub fn flops_per_token_of(job: &Job) -> Result<f64> {
     let whole = flops_per_token(config, seq_len);
     let Some(lora) = &job.lora else { return Ok(whole) };
     let learned = |(name, shape): &(String, Vec<usize>)| {
-        let operations = match name {
-            _ if shape.len() < 2 || name.contains(".lora_embedding_A.") => 0.0,
-            _ if name.contains(".lora_") => 6.0,
+        let operations = match () {
+            () if shape.len() < 2 || name.contains(".lora_embedding_A.") => 0.0,
+            () if name.contains(".lora_") => 6.0,
             // A module of the model that is trained itself.
-            _ => 2.0,
+            () => 2.0,
         };
         operations * config.active(name, shape) as f64
     };
