@@ -11,12 +11,14 @@ use candle_shard::nn::LoraOptions;
 use clap::Args;
 use examples::cli::{Checked, require};
 
+use crate::train::args::TrainArgs;
+
 /// The options of adapters; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Model")]
 pub struct AdapterArgs {
     /// Adapter to run with the model: a folder in PEFT's layout or a GGUF file of llama.cpp, perhaps with a name before it;
-    /// what several change is added, and clients of a server choose one by its name
+    /// what several change is added, and clients of a server choose one by its name. With train one that is trained on
     #[arg(long, value_name = "[NAME=]PATH")]
     pub adapter: Vec<AdapterPath>,
 }
@@ -74,6 +76,37 @@ impl AdapterArgs {
         Ok(())
     }
 
+    /// Checks that a training has one adapter, with a model, and not another one beside it.
+    ///
+    /// # Errors
+    /// Those of [`validate`](Self::validate).
+    pub(crate) fn validate_trained(&self, has_model: bool, training: &TrainArgs) -> Checked {
+        let Some(AdapterPath { path, name }) = self.adapter.first() else { return Ok(()) };
+        let (shown, count) = (path.display(), self.adapter.len());
+        require!(
+            count == 1 && name.is_none(),
+            "train takes one adapter without a name, and there are {count} of --adapter: give --adapter {shown} alone."
+        );
+        let others = [
+            ("--lora", training.adapter().is_some()),
+            ("--resume", training.resume.is_some()),
+            ("--fresh", training.fresh),
+        ];
+        if let Some((flag, _)) = others.into_iter().find(|(_, is_given)| *is_given) {
+            require!(
+                false,
+                "--adapter {shown} is the adapter that is trained on, and {flag} another beginning: leave one of them out."
+            );
+        }
+        require!(has_model, "--adapter {shown} changes a model: give --model.");
+        Ok(())
+    }
+
+    /// The adapter that a training goes on with.
+    pub(crate) fn trained(&self) -> Option<&Path> {
+        self.adapter.first().map(AdapterPath::path)
+    }
+
     /// Checks that clients can ask for each adapter.
     ///
     /// # Errors
@@ -116,6 +149,7 @@ impl FromStr for LoraFlag {
         let mut options = LoraOptions::new(8);
         let (mut targets, mut alpha, mut saved, mut layers) =
             (TargetModules::AllLinear, None, Vec::new(), None);
+        let (mut ranks, mut alphas) = (Vec::new(), Vec::new());
         let list = |value: &str| {
             let names: Vec<String> = value.split('+').map(str::to_owned).collect();
             let is_whole = names.iter().all(|name| !name.is_empty());
@@ -133,6 +167,14 @@ impl FromStr for LoraFlag {
             };
             let whole =
                 |value: &str| value.parse::<usize>().map_err(|_| format!("{key}={value} is no number"));
+            // A number for each name.
+            let pairs = |value: &str| -> Result<Vec<(String, String)>, String> {
+                let pair = |text: &str| match text.split_once(':') {
+                    Some((name, number)) if !name.is_empty() => Ok((name.to_owned(), number.to_owned())),
+                    _ => Err(format!("{key}={text} is no NAME:N")),
+                };
+                value.split('+').map(pair).collect()
+            };
             match (key, value.is_empty()) {
                 ("r", false) => options.rank = whole(value)?,
                 ("alpha", false) => alpha = Some(number(value)?),
@@ -143,22 +185,45 @@ impl FromStr for LoraFlag {
                 ("layers", false) => {
                     layers = Some(value.split('+').map(whole).collect::<Result<Vec<_>, String>>()?);
                 }
+                ("ranks", false) => {
+                    let pair = |(name, rank): (String, String)| match whole(&rank)? {
+                        0 => Err(format!("{key}={name}:0 is no rank of at least 1")),
+                        rank => Ok((name, rank)),
+                    };
+                    ranks = pairs(value)?.into_iter().map(pair).collect::<Result<Vec<_>, String>>()?;
+                }
+                ("alphas", false) => {
+                    let pair = |(name, alpha): (String, String)| Ok((name, number(&alpha)?));
+                    alphas = pairs(value)?.into_iter().map(pair).collect::<Result<Vec<_>, String>>()?;
+                }
                 ("rslora", true) => options.rank_stabilized = true,
                 ("dora", true) => options.dora = true,
                 ("bias", true) => options.bias = true,
                 _ => {
                     return Err(format!(
                         "{field:?} is not known; known: r=N, alpha=X, dropout=P, targets=NAME+NAME or all-linear, \
-                         layers=N+N, save=NAME+NAME, rslora, dora, bias"
+                         layers=N+N, ranks=NAME:N+NAME:N, alphas=NAME:X+NAME:X, save=NAME+NAME, rslora, dora, bias"
                     ));
                 }
             }
         }
         options.alpha = alpha.unwrap_or(options.rank as f64);
+        if alpha.is_none() {
+            // The scale is 1 beside other ranks too.
+            let own = ranks.iter().filter(|(name, _)| alphas.iter().all(|(other, _)| other != name));
+            let own: Vec<(String, f64)> = own.map(|(name, rank)| (name.clone(), *rank as f64)).collect();
+            alphas.extend(own);
+        }
         if options.rank == 0 || !(0.0..1.0).contains(&options.dropout) {
             return Err("expected r of at least 1, and a dropout in [0, 1)".into());
         }
-        let config = AdapterConfig { modules_to_save: saved, layers, ..AdapterConfig::new(options, targets) };
+        let config = AdapterConfig {
+            modules_to_save: saved,
+            layers,
+            rank_pattern: ranks,
+            alpha_pattern: alphas,
+            ..AdapterConfig::new(options, targets)
+        };
         Ok(Self(config))
     }
 }
@@ -166,10 +231,15 @@ impl FromStr for LoraFlag {
 impl LoraFlag {
     /// Returns the config of a fresh adapter of the model at a path.
     pub(crate) fn config(&self, base: &Path) -> AdapterConfig {
-        // A checkpoint is read from other folders too.
-        let base = std::fs::canonicalize(base).unwrap_or_else(|_| base.to_owned());
-        AdapterConfig { base: Some(base.display().to_string()), ..self.0.clone() }
+        with_base(self.0.clone(), base)
     }
+}
+
+/// Returns the config of an adapter of the model at a path.
+pub(crate) fn with_base(config: AdapterConfig, base: &Path) -> AdapterConfig {
+    // A checkpoint is read from other folders too.
+    let base = std::fs::canonicalize(base).unwrap_or_else(|_| base.to_owned());
+    AdapterConfig { base: Some(base.display().to_string()), ..config }
 }
 
 #[cfg(test)]
@@ -186,6 +256,11 @@ mod tests {
         assert_eq!(config.layers, Some(vec![0, 2]));
         let LoraFlag(config) = "r=4".parse().unwrap();
         assert_eq!((config.options.scale(), config.targets), (1.0, TargetModules::AllLinear));
+        let LoraFlag(config) = "r=4,ranks=q_proj:8+v_proj:2,alphas=v_proj:1".parse().unwrap();
+        assert_eq!(config.rank_pattern, [("q_proj".into(), 8), ("v_proj".into(), 2)]);
+        assert_eq!(config.alpha_pattern, [("v_proj".into(), 1.0), ("q_proj".into(), 8.0)]);
+        let LoraFlag(config) = "r=4,alpha=8,ranks=q_proj:8".parse().unwrap();
+        assert_eq!((config.options.alpha, config.alpha_pattern), (8.0, vec![]));
         for (text, want) in [
             ("rank=4", "\"rank=4\" is not known"),
             ("r=0", "at least 1"),
@@ -195,6 +270,9 @@ mod tests {
             ("dora=1", "not known"),
             ("layers=1+b", "layers=b is no number"),
             ("save=norm+", "empty name"),
+            ("ranks=q_proj", "no NAME:N"),
+            ("ranks=q_proj:0", "at least 1"),
+            ("alphas=q_proj:x", "no number"),
             ("r=4,r=8", "r is given twice"),
         ] {
             let said = text.parse::<LoraFlag>().unwrap_err();

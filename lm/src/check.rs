@@ -83,8 +83,9 @@ impl Args {
                 model.is_dir()
                     || !self.training.trains()
                     || self.training.adapter().is_some()
+                    || !self.adapters.adapter.is_empty()
                     || self.training.resume.is_some(),
-                "--model {} is a GGUF file, and only folders are trained: give a folder with config.json in it, or train an adapter with --lora.",
+                "--model {} is a GGUF file, and only folders are trained: give a folder with config.json in it, or train an adapter with --lora or --adapter.",
                 model.display()
             );
         }
@@ -128,6 +129,9 @@ impl Args {
             merge::validate(self)?;
         }
         self.adapters.validate()?;
+        if self.training.trains() {
+            self.adapters.validate_trained(self.model.is_some(), &self.training)?;
+        }
         if self.command == Some(Command::Serve) {
             self.adapters.validate_names()?;
         }

@@ -25,7 +25,7 @@ const HEADINGS: [(&str, &[Command]); 9] = [
 
 /// The commands of flags that are not those of their heading.
 const FLAGS: [(&str, &[Command]); 14] = [
-    ("adapter", &[Generate, Serve, Score, Export, Merge]),
+    ("adapter", &[Generate, Train, Serve, Score, Export, Merge]),
     ("dtype", &[Generate, Train, Serve, Score, Info, Merge]),
     ("model", &[Generate, Train, Serve, BenchServe, Score, Info, Export, Merge]),
     ("seed", &[Generate, Train, Serve, BenchServe, Score, Info]),
@@ -34,7 +34,7 @@ const FLAGS: [(&str, &[Command]); 14] = [
     ("dp", &[Train, Serve]),
     ("cp", &[Generate, Train, Serve, Score]),
     ("ep", &[Generate, Train, Serve, Score, Info]),
-    ("shares", &[Generate, Serve, Score, Info]),
+    ("shares", &[Generate, Train, Serve, Score, Info]),
     ("dequantize", &[Generate, Serve, Score, Info]),
     ("cache_dtype", &[Generate, Serve]),
     ("cache_tokens", &[Generate, Serve]),

@@ -6,7 +6,7 @@ use crate::real::Real;
 
 /// A matrix that is not empty and has any strides.
 #[derive(Clone, Copy)]
-pub(super) struct Matrix<'a, T> {
+pub(crate) struct Matrix<'a, T> {
     /// From the first element on.
     pub(super) elements: &'a [T],
     pub(super) dims: [usize; 2],
@@ -26,7 +26,7 @@ impl<'a, T> Matrix<'a, T> {
         )
     }
 
-    pub(super) fn new(elements: &'a [T], dims: [usize; 2], strides: [usize; 2]) -> Result<Self> {
+    pub(crate) fn new(elements: &'a [T], dims: [usize; 2], strides: [usize; 2]) -> Result<Self> {
         let last: usize = dims.iter().zip(&strides).map(|(dim, stride)| (dim - 1) * stride).sum();
         if last >= elements.len() {
             bail!(

@@ -2,6 +2,7 @@
 //!
 #![doc = include_str!("README.md")]
 
+mod columns;
 mod matrix;
 mod operands;
 mod pair_operand;
@@ -16,8 +17,9 @@ use half::{bf16, f16};
 
 use super::element::Element;
 use super::real::Real;
-pub(super) use matrix::LeftOperand;
-use matrix::{Matrix, multiply};
+pub(super) use columns::by_columns;
+use matrix::multiply;
+pub(super) use matrix::{LeftOperand, Matrix};
 pub(super) use operands::{ProductRows, RightOperand};
 
 /// Returns the product of `a [m, k]` and `b [k, n]` with any strides, in the compute dtype.

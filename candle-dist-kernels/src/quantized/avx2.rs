@@ -138,6 +138,20 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    fn column(self, codes: [__m256i; 2], column: i32, zero: i32) -> [__m256; 2] {
+        // SAFETY: see above.
+        self.floats_of(each(
+            codes,
+            #[inline(always)]
+            |codes| unsafe {
+                let codes = _mm256_srl_epi32(codes, _mm_cvtsi32_si128(8 * column));
+                let codes = _mm256_and_si256(codes, _mm256_set1_epi32(0xff));
+                _mm256_sub_epi32(codes, _mm256_set1_epi32(zero))
+            },
+        ))
+    }
+
+    #[inline(always)]
     fn start(self, sum: i32) -> IntegerSums {
         // SAFETY: see above.
         unsafe { IntegerSums { wide: [_mm256_set1_epi32(sum); 2], narrow: [_mm256_setzero_si256(); 2] } }

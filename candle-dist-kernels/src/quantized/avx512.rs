@@ -84,6 +84,16 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    fn column(self, codes: __m512i, column: i32, zero: i32) -> __m512 {
+        // SAFETY: see above.
+        unsafe {
+            let codes = _mm512_srl_epi32(codes, _mm_cvtsi32_si128(8 * column));
+            let codes = _mm512_and_si512(codes, _mm512_set1_epi32(0xff));
+            _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(zero)))
+        }
+    }
+
+    #[inline(always)]
     fn start(self, sum: i32) -> __m512i {
         // SAFETY: see above.
         unsafe { _mm512_set1_epi32(sum) }

@@ -163,7 +163,7 @@ fn dots<L: Lanes, const M: usize, const N: usize>(
 
 /// Returns the codes of a group of four columns.
 #[inline(always)]
-fn codes<L: Lanes>(lanes: L, layout: CodeLayout, planes: &[u8], group: usize) -> L::Codes {
+pub(super) fn codes<L: Lanes>(lanes: L, layout: CodeLayout, planes: &[u8], group: usize) -> L::Codes {
     let low = bits(lanes, planes, group, [0, layout.low, 0]);
     match layout.high {
         0 => low,
@@ -181,7 +181,7 @@ fn bits<L: Lanes>(lanes: L, planes: &[u8], group: usize, [first, bits, to]: [u32
 
 /// Returns the bytes from `at`.
 #[inline(always)]
-fn part<const N: usize>(bytes: &[u8], at: usize) -> &[u8; N] {
+pub(super) fn part<const N: usize>(bytes: &[u8], at: usize) -> &[u8; N] {
     match bytes[at..].first_chunk() {
         Some(part) => part,
         None => panic!("a part outside of a tile"), // no layout has one

@@ -35,6 +35,9 @@ pub(super) trait Lanes: Copy + Sync {
 
     fn or(self, a: Self::Codes, b: Self::Codes) -> Self::Codes;
 
+    /// Returns the code of one of the four columns of each row, less `zero`.
+    fn column(self, codes: Self::Codes, column: i32, zero: i32) -> Self::Floats;
+
     fn start(self, sum: i32) -> Self::Sums;
 
     /// Adds the products of four codes, none above `most`, and the four signed bytes of `word`.

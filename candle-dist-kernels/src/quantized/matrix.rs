@@ -76,8 +76,7 @@ impl QuantizedMatrix {
     pub fn dequantize(&self) -> Result<Tensor> {
         match &*self.0 {
             MatrixStorage::Tiles(tiles) => {
-                let rows: Vec<u32> = (0..tiles.rows as u32).collect();
-                Tensor::from_vec(self.rows(&rows)?, (tiles.rows, tiles.columns), &Device::Cpu)
+                Tensor::from_vec(tiles.dequantize(), (tiles.rows, tiles.columns), &Device::Cpu)
             }
             MatrixStorage::Blocks(weight) => weight.dequantize(&weight.device()),
         }

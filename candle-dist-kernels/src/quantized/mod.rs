@@ -13,6 +13,7 @@ mod avx2;
 #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
 mod avx512;
 mod blocks;
+mod floats;
 mod format;
 mod inputs;
 mod kernel;

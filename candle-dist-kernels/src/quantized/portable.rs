@@ -51,6 +51,11 @@ impl Lanes for PortableLanes {
     }
 
     #[inline(always)]
+    fn column(self, codes: [u8; CHUNK], column: i32, zero: i32) -> [f32; ROWS] {
+        from_fn(|r| (i32::from(codes[4 * r + column as usize]) - zero) as f32)
+    }
+
+    #[inline(always)]
     fn start(self, sum: i32) -> [i32; ROWS] {
         [sum; ROWS]
     }

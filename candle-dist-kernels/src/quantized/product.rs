@@ -1,6 +1,7 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, D, DType, Layout, MetalStorage, Result, Shape, Tensor, bail,
+    CpuStorage, CudaStorage, CustomOp1, D, DType, Device, Layout, MetalStorage, Result, Shape, Storage,
+    Tensor, bail,
 };
 
 use super::inputs;
@@ -54,7 +55,8 @@ pub fn quantized_linear(x: &Tensor, weights: &[&QuantizedMatrix]) -> Result<Tens
 /// Computes `x · weightᵀ` for `x` `[.., k]` and the floats that a quantized weight `[n, k]` stands for, in the dtype of `x`: `[.., n]`.
 ///
 /// `x` is not rounded, unlike in [`quantized_linear`], so a small change of the input is a small change of the output, as
-/// training needs. The floats are made for each pass and not kept. The input has a gradient, the weight has none.
+/// training needs. The input has a gradient, the weight has none. On the CPU each pass makes the floats of a panel of the weight
+/// at a time, in the cache of each thread, and no float of it stays in memory.
 ///
 /// # Errors
 /// Those of [`quantized_linear`].
@@ -62,14 +64,39 @@ pub fn dequantized_linear(x: &Tensor, weight: &QuantizedMatrix) -> Result<Tensor
     check("dequantized_linear", x, &[weight])?;
     let [n, k] = weight.dims();
     let rows = x.detach().contiguous()?.reshape(((), k))?.to_dtype(DType::F32)?;
-    let made = rows.matmul(&weight.dequantize()?.t()?)?.to_dtype(x.dtype())?;
     let shape: Vec<usize> = x.dims()[..x.rank() - 1].iter().copied().chain([n]).collect();
-    let made = made.reshape(shape)?;
+    let shape = Shape::from(shape);
+    let made = match &*weight.0 {
+        MatrixStorage::Tiles(tiles) => {
+            let made = with_elements(&rows, |x| tiles.float_product(x, rows.dims()[0]))?;
+            let made = CpuStorage::F32(made);
+            let made = match x.dtype() {
+                DType::F32 => made,
+                dtype => made.to_dtype(&Layout::contiguous(&shape), dtype)?,
+            };
+            Fresh::host(made, shape)
+        }
+        MatrixStorage::Blocks(_) => {
+            let made = rows.matmul(&weight.dequantize()?.t()?)?.to_dtype(x.dtype())?;
+            Fresh::copy_of(&made.reshape(shape)?)?
+        }
+    };
     if !x.track_op() {
-        return Ok(made);
+        return Ok(made.into_tensor());
     }
-    let made = Ready::new(Fresh::copy_of(&made)?);
+    let made = Ready::new(made);
     edges::apply1(x, DequantizedProduct { products: Products([weight.clone()].into()), made })
+}
+
+/// Runs `f` on the elements of a contiguous tensor on the CPU.
+fn with_elements<R>(x: &Tensor, f: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
+    let (storage, layout) = x.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else {
+        bail!(
+            "a product with a quantized weight: the input is not on the CPU and the weight is; use one device"
+        );
+    };
+    f(elements(storage, layout)?)
 }
 
 fn check(op: &str, x: &Tensor, weights: &[&QuantizedMatrix]) -> Result<()> {
@@ -160,13 +187,24 @@ impl CustomOp1 for Products {
     }
 
     fn bwd(&self, x: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let n = gradient.dim(D::Minus1)?;
-        let rows = gradient.contiguous()?.reshape(((), n))?;
+        let all = gradient.dim(D::Minus1)?;
+        let rows = gradient.detach().contiguous()?.reshape(((), all))?;
         let mut sum: Option<Tensor> = None;
         let mut first = 0;
         for weight in &self.0 {
-            let [n, _] = weight.dims();
-            let part = rows.narrow(1, first, n)?.matmul(&weight.dequantize()?.to_dtype(x.dtype())?)?;
+            let [n, k] = weight.dims();
+            let part = match &*weight.0 {
+                MatrixStorage::Tiles(tiles) => {
+                    let m = rows.dims()[0];
+                    let product =
+                        |rows: &[f32]| tiles.float_gradient(rows.get(first..).unwrap_or_default(), all, m);
+                    let made = with_elements(&rows.to_dtype(DType::F32)?, product)?;
+                    Tensor::from_vec(made, (m, k), &Device::Cpu)?.to_dtype(x.dtype())?
+                }
+                MatrixStorage::Blocks(_) => {
+                    rows.narrow(1, first, n)?.matmul(&weight.dequantize()?.to_dtype(x.dtype())?)?
+                }
+            };
             sum = Some(match sum {
                 Some(sum) => (sum + part)?,
                 None => part,

@@ -3,7 +3,7 @@
 use super::format::tests::ALL;
 use super::inputs;
 use super::tiles::{Processor, Tiles};
-use crate::{QuantizedMatrix, quantized_linear};
+use crate::{QuantizedMatrix, dequantized_linear, quantized_linear};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor, Var};
 
@@ -101,6 +101,58 @@ fn products_are_those_of_rounded_inputs_with_the_floats_of_the_blocks() {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
         assert!(Processor::all().count() >= 2);
+    }
+}
+
+#[test]
+fn all_instructions_make_the_same_floats() {
+    for dtype in ALL {
+        let (rows, columns) = (45, 2 * 256);
+        let weight = Tiles::new(dtype, [rows, columns], &any_bytes(rows, columns, dtype)).unwrap();
+        let mut want = vec![0.0; rows * columns];
+        want.chunks_exact_mut(columns).enumerate().for_each(|(row, want)| weight.dequantize_row(row, want));
+        assert_eq!(weight.dequantize(), want, "{dtype:?}");
+        // Of the last two rows of tiles, some columns, with room between them.
+        let (tiles, stride) = (3..13, 40);
+        for processor in Processor::all() {
+            let mut floats = vec![f32::NAN; 10 * 32 * stride];
+            weight.floats(processor, [1..3, tiles.clone()], &mut floats, stride);
+            for (column, floats) in (3 * 32..).zip(floats.chunks_exact(stride)) {
+                for (row, &float) in (16..rows).zip(floats) {
+                    assert_eq!(float, want[row * columns + column], "{dtype:?}, {processor:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn products_with_floats_and_their_gradients_round_nothing_else() {
+    let cases = [(1, 1, 1), (17, 33, 2), (300, 600, 1), (300, 65, 5), (33, 40, 70), (530, 290, 3)];
+    for (dtype, (rows, least, m)) in ALL.into_iter().flat_map(|dtype| cases.map(|case| (dtype, case))) {
+        let columns = usize::next_multiple_of(least, dtype.block_size());
+        let weight = quantized(rows, columns, dtype);
+        let dense = weight.dequantize(&CPU).unwrap().to_dtype(DType::F64).unwrap();
+        let weight = QuantizedMatrix::new(weight).unwrap();
+        let x = Tensor::from_vec(numbers(m * columns, 3), (m, columns), &CPU).unwrap();
+        let x = Var::from_tensor(&x).unwrap();
+        let probe = Tensor::from_vec(numbers(m * rows, 4), (m, rows), &CPU).unwrap();
+        let y = dequantized_linear(&x, &weight).unwrap();
+        let gradient = y.mul(&probe).unwrap().sum_all().unwrap().backward().unwrap().remove(&x).unwrap();
+        let wide = |x: &Tensor| x.to_dtype(DType::F64).unwrap();
+        let (wide_x, wide_probe) = (wide(x.as_tensor()), wide(&probe));
+        let want = [wide_x.detach().matmul(&dense.t().unwrap()).unwrap(), wide_probe.matmul(&dense).unwrap()];
+        let sizes = [
+            wide_x.detach().abs().unwrap().matmul(&dense.abs().unwrap().t().unwrap()).unwrap(),
+            wide_probe.abs().unwrap().matmul(&dense.abs().unwrap()).unwrap(),
+        ];
+        for ((got, want), size) in [y.detach(), gradient].iter().zip(want).zip(sizes) {
+            let list = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+            for ((got, want), size) in list(&wide(got)).iter().zip(list(&want)).zip(list(&size)) {
+                let what = format!("{dtype:?} [{rows}, {columns}] with {m}: {got} for {want}");
+                assert!((got - want).abs() <= 5e-6 * size, "{what}");
+            }
+        }
     }
 }
 

@@ -25,6 +25,9 @@ const PARALLEL: usize = 1 << 20;
 const PARALLEL_COPY: usize = 1 << 16;
 const COPIED_ROWS: usize = 16;
 
+/// Bytes of blocks from which several threads pack them.
+const PARALLEL_PACKING: usize = 1 << 16;
+
 /// Multiplications of a thread's piece of a product.
 const PIECE: usize = 1 << 17;
 
@@ -92,11 +95,16 @@ impl Tiles {
     }
 
     fn pack<F: Format>(&mut self, stored: &[u8]) {
-        let (mut block, per_row) = (CodeBlock::new(), self.columns / F::LAYOUT.columns);
-        for (i, bytes) in stored.chunks_exact(F::LAYOUT.stored).enumerate() {
-            block.read(self.dtype, bytes);
-            self.put::<F>(i / per_row, i % per_row, &block);
-        }
+        let (dtype, per_row, row_bytes) = (self.dtype, self.columns / F::LAYOUT.columns, self.row_bytes());
+        let tiles = self.memory[self.start..].chunks_exact_mut(row_bytes);
+        let rows = stored.chunks(ROWS * per_row * F::LAYOUT.stored);
+        parallel::map(stored.len() >= PARALLEL_PACKING, tiles.zip(rows), |_, (tiles, stored)| {
+            let mut block = CodeBlock::new();
+            for (i, bytes) in stored.chunks_exact(F::LAYOUT.stored).enumerate() {
+                block.read(dtype, bytes);
+                put::<F>(&mut tiles[i % per_row * F::LAYOUT.block()..], i / per_row, &block);
+            }
+        });
     }
 
     /// The bytes of the tiles.
@@ -104,43 +112,13 @@ impl Tiles {
         self.tiles().len()
     }
 
-    fn tiles(&self) -> &[u8] {
+    pub(super) fn tiles(&self) -> &[u8] {
         &self.memory[self.start..][..self.memory.len() - CHUNK]
     }
 
     /// The bytes of a row of tiles.
-    fn row_bytes(&self) -> usize {
+    pub(super) fn row_bytes(&self) -> usize {
         self.columns / self.layout.columns * self.layout.block()
-    }
-
-    /// Packs a block of a row.
-    fn put<F: Format>(&mut self, row: usize, index: usize, block: &CodeBlock) {
-        let (layout, r) = (F::LAYOUT, row % ROWS);
-        let at = self.start + row / ROWS * self.row_bytes() + index * layout.block();
-        let (header, tiles) = self.memory[at..][..layout.block()].split_at_mut(layout.header());
-        header[2 * r..][..2].copy_from_slice(&block.scale);
-        if layout.has_minimum() {
-            header[2 * (ROWS + r)..][..2].copy_from_slice(&block.minimum);
-        }
-        for (t, tile) in tiles.chunks_exact_mut(layout.tile()).enumerate() {
-            let (scales, planes) = tile.split_at_mut(layout.scales_bytes());
-            match layout.scales {
-                Scales::Whole => {}
-                Scales::Of32 => (scales[r], scales[ROWS + r]) = (block.scales[t], block.minimums[t]),
-                Scales::Of16 | Scales::Pairs => {
-                    (scales[r], scales[ROWS + r]) = (block.scales[2 * t], block.scales[2 * t + 1]);
-                }
-            }
-            let (groups, _) = block.codes[t * COLUMNS..][..COLUMNS].as_chunks();
-            for (group, &codes) in groups.iter().enumerate() {
-                for CodeBits { chunk, shift, bits, of_code } in places(layout, group) {
-                    let to = &mut planes[chunk * CHUNK + 4 * r..][..4];
-                    to.iter_mut()
-                        .zip::<[u8; 4]>(codes)
-                        .for_each(|(to, code)| *to |= (code >> of_code & mask(bits)) << shift);
-                }
-            }
-        }
     }
 
     /// Writes the floats that a row stands for.
@@ -232,6 +210,35 @@ impl Tiles {
 impl fmt::Debug for Tiles {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Tiles({:?} [{}, {}])", self.dtype, self.rows, self.columns)
+    }
+}
+
+/// Packs a block of the row `r` of sixteen to the front of `to`.
+fn put<F: Format>(to: &mut [u8], r: usize, block: &CodeBlock) {
+    let layout = F::LAYOUT;
+    let (header, tiles) = to[..layout.block()].split_at_mut(layout.header());
+    header[2 * r..][..2].copy_from_slice(&block.scale);
+    if layout.has_minimum() {
+        header[2 * (ROWS + r)..][..2].copy_from_slice(&block.minimum);
+    }
+    for (t, tile) in tiles.chunks_exact_mut(layout.tile()).enumerate() {
+        let (scales, planes) = tile.split_at_mut(layout.scales_bytes());
+        match layout.scales {
+            Scales::Whole => {}
+            Scales::Of32 => (scales[r], scales[ROWS + r]) = (block.scales[t], block.minimums[t]),
+            Scales::Of16 | Scales::Pairs => {
+                (scales[r], scales[ROWS + r]) = (block.scales[2 * t], block.scales[2 * t + 1]);
+            }
+        }
+        let (groups, _) = block.codes[t * COLUMNS..][..COLUMNS].as_chunks();
+        for (group, &codes) in groups.iter().enumerate() {
+            for CodeBits { chunk, shift, bits, of_code } in places(layout, group) {
+                let to = &mut planes[chunk * CHUNK + 4 * r..][..4];
+                to.iter_mut()
+                    .zip::<[u8; 4]>(codes)
+                    .for_each(|(to, code)| *to |= (code >> of_code & mask(bits)) << shift);
+            }
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! `adapter_config.json`, as PEFT writes it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -257,8 +257,10 @@ impl AdapterConfig {
     pub fn to_json(&self) -> Value {
         let LoraOptions { rank, alpha, rank_stabilized, dropout, dora, bias, .. } = self.options;
         let alpha_of = |alpha: f64| if alpha.fract() == 0.0 { json!(alpha as i64) } else { json!(alpha) };
-        let ranks: BTreeMap<_, _> = self.rank_pattern.iter().cloned().collect();
-        let alphas: BTreeMap<_, _> =
+        // In their order, since the first that matches counts.
+        let ranks: Map<String, Value> =
+            self.rank_pattern.iter().map(|(pattern, rank)| (pattern.clone(), json!(rank))).collect();
+        let alphas: Map<String, Value> =
             self.alpha_pattern.iter().map(|(pattern, alpha)| (pattern.clone(), alpha_of(*alpha))).collect();
         let or_null = |names: &Vec<String>| if names.is_empty() { Value::Null } else { json!(names) };
         json!({
@@ -351,11 +353,16 @@ impl AdapterConfig {
 /// The value of the first pattern that matches the end of a path.
 fn first_match<T: Copy>(patterns: &[(String, T)], path: &str) -> Result<Option<T>> {
     for (pattern, value) in patterns {
-        if Regex::new(&format!(r"^(?:.*\.)?(?:{pattern})$"))?.is_match(path)? {
+        if is_match(pattern, path)? {
             return Ok(Some(*value));
         }
     }
     Ok(None)
+}
+
+/// Whether a pattern of ranks or of scales is that of a path.
+pub(super) fn is_match(pattern: &str, path: &str) -> Result<bool> {
+    Ok(Regex::new(&format!(r"^(?:.*\.)?(?:{pattern})$"))?.is_match(path)?)
 }
 
 fn shown(value: Option<&Value>) -> String {

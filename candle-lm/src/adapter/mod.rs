@@ -9,6 +9,7 @@ mod rows;
 mod save;
 
 use std::collections::BTreeSet;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -27,6 +28,7 @@ pub(crate) use save::save;
 
 use crate::config::{Config, wrapper};
 use crate::files::Files;
+use crate::train::corpus::Stamp;
 
 /// The file of the tensors in the folder of an adapter, and its name without the end.
 pub const WEIGHTS: &str = "adapter_model.safetensors";
@@ -53,6 +55,14 @@ pub(crate) const TABLE: [[&str; 2]; 3] =
 /// # Errors
 /// If it is no adapter of this model, or says something that is not done.
 pub(crate) fn open(name: &str, at: &Path, files: &Files) -> Result<Adapter> {
+    opened(name, at, files).map(|(adapter, _)| adapter)
+}
+
+/// Opens an adapter as [`Files::with_adapter`] does, to be trained, and returns its config too.
+///
+/// # Errors
+/// Those of [`Files::with_adapter`].
+pub fn opened(name: &str, at: &Path, files: &Files) -> Result<(Adapter, AdapterConfig)> {
     in_layout_of_peft(at, files, |folder| {
         let config = AdapterConfig::read(folder)?;
         let path = weights_of(folder)?;
@@ -61,8 +71,20 @@ pub(crate) fn open(name: &str, at: &Path, files: &Files) -> Result<Adapter> {
             let (adapter, weights) = named(&config, name, files, weights)?;
             anyhow::Ok(adapter.from_weights(weights))
         };
-        opened().with_context(|| format!("{}", path.display()))
+        Ok((opened().with_context(|| format!("{}", path.display()))?, config))
     })
+}
+
+/// What tells an adapter from others: a hash of its file of tensors.
+///
+/// # Errors
+/// If it cannot be read.
+pub fn stamp(at: &Path) -> Result<Stamp> {
+    let path = if at.is_dir() { weights_of(at)? } else { at.to_owned() };
+    let mut bytes = Vec::new();
+    let read = regular::open(&path).and_then(|mut file| file.read_to_end(&mut bytes));
+    read.with_context(|| format!("{}", path.display()))?;
+    Ok(Stamp::of(bytes.len(), bytes))
 }
 
 /// Runs `f` with the folder of an adapter, which is made for it if `at` is a GGUF file.
@@ -98,6 +120,7 @@ pub fn fresh(name: &str, config: &AdapterConfig, files: &Files) -> Result<(Adapt
             );
         }
     }
+    check_patterns(&config, &modules, &files.config)?;
     for saved in &config.modules_to_save {
         let one = AdapterConfig { modules_to_save: vec![saved.clone()], ..config.clone() };
         ensure!(
@@ -120,6 +143,23 @@ pub fn fresh(name: &str, config: &AdapterConfig, files: &Files) -> Result<(Adapt
         );
     }
     Ok((adapter, config))
+}
+
+/// Refuses ranks and scales of modules that have no factors.
+fn check_patterns(config: &AdapterConfig, modules: &[LayerModule], model: &Config) -> Result<()> {
+    let mut paths: Vec<String> =
+        experts::modules(config, model)?.into_iter().map(|module| module.path).collect();
+    for module in modules {
+        let options = config.options_of(&module.path, module.kind)?;
+        paths.extend(options.map(|_| module.path.clone()));
+    }
+    let ranks = config.rank_pattern.iter().map(|(pattern, _)| pattern);
+    for pattern in ranks.chain(config.alpha_pattern.iter().map(|(pattern, _)| pattern)) {
+        let is_there =
+            paths.iter().map(|path| config::is_match(pattern, path)).collect::<Result<Vec<_>>>()?;
+        ensure!(is_there.contains(&true), "no module that the adapter changes is named {pattern:?}");
+    }
+    Ok(())
 }
 
 /// Refuses a config that names convolutions.

@@ -29,7 +29,7 @@ pub struct Stamp {
 
 impl Stamp {
     /// That of so many tokens, by the FNV-1a of bytes that tell all of them.
-    pub(super) fn of(tokens: usize, bytes: impl IntoIterator<Item = u8>) -> Self {
+    pub(crate) fn of(tokens: usize, bytes: impl IntoIterator<Item = u8>) -> Self {
         let hash = bytes.into_iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
         });

@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicBool;
 use anyhow::{Context, Result, ensure};
 use candle_dist::ProcessGroup;
 use candle_pipe::{Pipeline, StageLayout};
+use candle_shard::parallel::Shares;
 use candle_shard::regular;
 use serde_json::{Map, Value};
 
@@ -34,12 +35,16 @@ pub struct Job {
     pub beside: Vec<(&'static str, Vec<u8>)>,
     /// Which layers make a stage, if they are not to cost about equally much.
     pub layout: Option<StageLayout>,
+    /// The shares of the ranks over which a layer is sharded, if they are unlike.
+    pub shares: Option<Shares>,
     /// How to train.
     pub recipe: Recipe,
     /// The adapter that is trained instead of the model, of which it is the only one.
     pub lora: Option<AdapterConfig>,
     /// What tells the model from others, if an adapter of it is trained.
     pub base: Option<Stamp>,
+    /// What tells the adapter that the training begins with from others, if it does not begin with a fresh one or with that of a checkpoint.
+    pub begins_with: Option<Stamp>,
     /// What on.
     pub text: TrainingData,
     /// The validation text, and the steps between its losses; without a number they come with the checkpoints.

@@ -8,6 +8,8 @@ use candle_core::{DType, Tensor, Var};
 use candle_dist::ClipGradNorm;
 use candle_shard::nn::{AdamW, Parameters};
 
+use super::job::Job;
+use crate::adapter::{self, TRAINED};
 use crate::config::Config;
 use crate::config::tensors::LAYER_EMBEDDINGS;
 
@@ -27,13 +29,45 @@ use crate::config::tensors::LAYER_EMBEDDINGS;
 /// assert_eq!(flops_per_token(&config, 128), (6 * computes + attention) as f64);
 /// ```
 pub fn flops_per_token(config: &Config, seq_len: usize) -> f64 {
+    6.0 * computing(config) + attention(config, seq_len)
+}
+
+/// The floating-point operations that a token takes in a step of a job: those of [`flops_per_token`], less those of the gradients of weights that
+/// are frozen beside an adapter, with those of its factors. Preferences take another forward pass.
+///
+/// # Errors
+/// If the model has no module that the adapter names.
+pub fn flops_per_token_of(job: &Job) -> Result<f64> {
+    let (config, seq_len) = (&job.files.config, job.recipe.seq_len);
+    let whole = flops_per_token(config, seq_len);
+    let Some(lora) = &job.lora else { return Ok(whole) };
+    let learned = |(name, shape): &(String, Vec<usize>)| {
+        let operations = match () {
+            () if shape.len() < 2 || name.contains(".lora_embedding_A.") => 0.0,
+            () if name.contains(".lora_") => 6.0,
+            // A module of the model that is trained itself.
+            () => 2.0,
+        };
+        operations * config.active(name, shape) as f64
+    };
+    let learned: f64 = adapter::tensors(TRAINED, lora, &job.files)?.iter().map(learned).sum();
+    let reference = if job.recipe.dpo.is_some() { whole / 3.0 } else { 0.0 };
+    Ok(whole - 2.0 * computing(config) + learned + reference)
+}
+
+/// The parameters of a model that compute for a token.
+fn computing(config: &Config) -> f64 {
     let computes = |name: &str| match name.strip_suffix(".weight") {
         Some("model.embed_tokens") => config.tie_word_embeddings,
         module => module != Some(LAYER_EMBEDDINGS[0]),
     };
     let tensors = config.tensors();
     let active = tensors.iter().filter(|(name, _)| computes(name));
-    let parameters: usize = active.map(|(name, shape)| config.active(name, shape)).sum();
+    active.map(|(name, shape)| config.active(name, shape)).sum::<usize>() as f64
+}
+
+/// The operations of the attention to a sequence of so many tokens.
+fn attention(config: &Config, seq_len: usize) -> f64 {
     // Queries meet keys, and weights meet values.
     let widths = |layer| {
         let heads = config.heads_of(layer);
@@ -43,7 +77,7 @@ pub fn flops_per_token(config: &Config, seq_len: usize) -> f64 {
         widths(layer) as f64 * config.parts.window(layer).map_or(seq_len, |window| window.min(seq_len)) as f64
     };
     let attention = (0..config.num_hidden_layers).filter(|&layer| config.parts.mixer(layer).is_attention());
-    6.0 * parameters as f64 + 6.0 * attention.map(seen).sum::<f64>()
+    6.0 * attention.map(seen).sum::<f64>()
 }
 
 /// Steps of an optimizer whose size is measured.

@@ -146,9 +146,9 @@ pub fn train(
         // Who is asked to stop has no time for more.
         if let Some(text) = job.validates_after(steps).filter(|_| !made.stops) {
             let loss = valid::loss(job, text, &trainer.world, &trainer.mesh, &trainer.runtime)?;
-            valid.push((steps, loss));
-            made.valid = Some(loss);
-            is_best = trainer.progress.validate(steps, loss);
+            valid.extend(loss.map(|loss| (steps, loss)));
+            (made.valid, made.stops) = (loss, loss.is_none());
+            is_best = loss.is_some_and(|loss| trainer.progress.validate(steps, loss));
         }
         show(Some(made))?;
         let has_patience = job.patience.is_none_or(|most| trainer.progress.validations_since_best < most);
@@ -239,7 +239,7 @@ impl<'a> Trainer<'a> {
         let Pipeline { pp, dp, cp, ep, tp, .. } = pipeline;
         let mesh =
             ctx.mesh(&[("pp", pp), ("dp", dp), (TOKEN_AXIS, cp), (EXPERT_AXIS, ep), (LAYER_AXIS, tp)])?;
-        let plan = Decoder::training_plan(&job.files.config, LAYER_AXIS);
+        let plan = Decoder::training_plan(&job.files.config, LAYER_AXIS).with_shares(job.shares.clone());
         let (weights, device) = (job.files.weights.clone(), ctx.device());
         let (seed, dtype) = (recipe.seed, recipe.dtype.into());
         let axes = [("dp", job.fsdp), (TOKEN_AXIS, cp > 1), (EXPERT_AXIS, ep > 1), (LAYER_AXIS, true)];
@@ -398,7 +398,7 @@ impl<'a> Trainer<'a> {
         let grad_norm = self.clip.clip(&self.parameters.named_vars(), &mut grads)?;
         let is_finite = loss.is_finite() && grad_norm.is_finite();
         let stops = self.job.stop.load(Ordering::Relaxed);
-        let [skips, stops, is_lost] = self.any([!is_finite, stops, !loss.is_finite()])?;
+        let [skips, stops, is_lost] = any(&self.world, [!is_finite, stops, !loss.is_finite()])?;
         // Replicas that train apart have numbers of their own, and decide by those that are none.
         let told = |number: f64, is_none: bool| if is_none && number.is_finite() { f64::NAN } else { number };
         let rate = self.job.recipe.rate.at(step);
@@ -433,13 +433,13 @@ impl<'a> Trainer<'a> {
             valid: None,
         })
     }
+}
 
-    /// Returns what holds on any rank.
-    fn any<const N: usize>(&self, mine: [bool; N]) -> Result<[bool; N]> {
-        let mine = Tensor::new(mine.map(|is| f32::from(u8::from(is))).as_slice(), self.world.device())?;
-        let all = self.world.all_reduce(&mine, ReduceOp::Max)?.to_vec1::<f32>()?;
-        Ok(std::array::from_fn(|at| all.get(at).is_some_and(|is| *is > 0.0)))
-    }
+/// Returns what holds on any rank.
+pub(super) fn any<const N: usize>(world: &ProcessGroup, mine: [bool; N]) -> Result<[bool; N]> {
+    let mine = Tensor::new(mine.map(|is| f32::from(u8::from(is))).as_slice(), world.device())?;
+    let all = world.all_reduce(&mine, ReduceOp::Max)?.to_vec1::<f32>()?;
+    Ok(std::array::from_fn(|at| all.get(at).is_some_and(|is| *is > 0.0)))
 }
 
 /// Refuses hosts that have other files under the names of the job.
@@ -452,6 +452,7 @@ fn ensure_alike(world: &ProcessGroup, job: &Job) -> Result<()> {
         ("the config of --model", format!("{:?}", job.files.config)),
         ("the adapter", format!("{:?}", job.lora.clone().map(|lora| AdapterConfig { base: None, ..lora }))),
         ("the model that the adapter changes", serde_json::to_string(&job.base)?),
+        ("--adapter", serde_json::to_string(&job.begins_with)?),
     ];
     files.extend(
         job.valid

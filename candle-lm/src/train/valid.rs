@@ -1,5 +1,7 @@
 //! The loss of a text that nothing is learned from.
 
+use std::sync::atomic::Ordering;
+
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup, ReduceOp};
@@ -8,7 +10,7 @@ use candle_pipe::{Runtime, StepOptions};
 use super::data::TrainingData;
 use super::job::Job;
 use super::preference;
-use super::trainer::part_of;
+use super::trainer::{any, part_of};
 
 /// What one microbatch is, on all replicas together: the sequences of each replica, and how many sequences the mean of
 /// their losses stands for.
@@ -48,7 +50,8 @@ fn passes(sequences: usize, replicas: usize, microbatches: usize, rows: usize) -
     passes
 }
 
-/// The mean loss of all sequences that follow each other in the text, the same on all ranks.
+/// The mean loss of all sequences that follow each other in the text, the same on all ranks; `None` if a rank is asked to stop
+/// before all are computed.
 ///
 /// Every rank of `world` calls it, which has the axes `("pp", "dp", "cp", "ep", "tp")` of the mesh.
 ///
@@ -60,12 +63,16 @@ pub(super) fn loss(
     world: &ProcessGroup,
     mesh: &DeviceMesh,
     runtime: &Runtime,
-) -> Result<f64> {
+) -> Result<Option<f64>> {
     let (pipeline, seq_len) = (job.pipeline, job.recipe.seq_len);
     let (own, replicas, microbatches) = (part_of(mesh, job)?, pipeline.parts(), pipeline.microbatches);
     let rows = (job.recipe.batch / (replicas * microbatches)).max(1);
     let (mut sum, sequences) = (0.0, text.sequences(seq_len));
     for slots in passes(sequences, replicas, microbatches, rows) {
+        // Who is asked to stop has no time for the rest.
+        if let [true] = any(world, [job.stop.load(Ordering::Relaxed)])? {
+            return Ok(None);
+        }
         let of_replica = |replica: usize| slots.iter().flat_map(move |slot| &slot.rows[replica]);
         let all: Vec<usize> = (0..replicas).flat_map(of_replica).copied().collect();
         let batch = text.pick(&all, seq_len, world.device())?;
@@ -77,7 +84,7 @@ pub(super) fn loss(
     }
     // Each rank of the last stages has the mean of its replica's rows, or of all where replicas compute together.
     let sums = world.all_reduce(&Tensor::new(sum, world.device())?, ReduceOp::Sum)?.to_scalar::<f64>()?;
-    Ok(sums / (replicas * pipeline.cp * pipeline.tp * sequences) as f64)
+    Ok(Some(sums / (replicas * pipeline.cp * pipeline.tp * sequences) as f64))
 }
 
 #[cfg(test)]

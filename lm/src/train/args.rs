@@ -47,7 +47,8 @@ pub struct TrainArgs {
     pub fresh: bool,
 
     /// Train an adapter instead of the model, and save it in PEFT's layout: r=N, alpha=X, dropout=P, targets=NAME+NAME or
-    /// all-linear, layers=N+N, save=NAME+NAME, rslora, dora, bias, separated by commas; the model may be a GGUF file
+    /// all-linear, layers=N+N, ranks=NAME:N+NAME:N, alphas=NAME:X+NAME:X, save=NAME+NAME, rslora, dora, bias, separated by commas; the
+    /// model may be a GGUF file
     #[arg(long, value_name = "OPTIONS", requires_all = ["train", "model"], conflicts_with_all = ["resume", "fresh"])]
     pub lora: Option<LoraFlag>,
 
@@ -209,7 +210,7 @@ pub struct TrainArgs {
 const MAX_RANKS: usize = 256;
 
 /// The flags of other commands.
-const OTHERS: [&str; 16] = [
+const OTHERS: [&str; 15] = [
     "prompt",
     "max_tokens",
     "temperature",
@@ -225,7 +226,6 @@ const OTHERS: [&str; 16] = [
     "text",
     "window",
     "stride",
-    "shares",
 ];
 
 impl TrainArgs {

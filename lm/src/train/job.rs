@@ -17,6 +17,7 @@ use candle_lm::train::resume::{Checkpoint, Flaw};
 use candle_lm::{adapter, random_model};
 use examples::cli::UsageError;
 
+use crate::adapters::with_base;
 use crate::args::Args;
 use crate::opened;
 use crate::train::args::TrainArgs;
@@ -90,7 +91,14 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
     }
     let lora = match (&resumed, flags.adapter()) {
         (Some(resumed), _) => resumed.lora.clone(),
-        (None, None) => None,
+        (None, None) => match args.adapters.trained() {
+            None => None,
+            Some(at) => {
+                let (adapter, config) = adapter::opened(adapter::TRAINED, at, &files)?;
+                files.adapters.push(adapter);
+                Some(with_base(config, &folder))
+            }
+        },
         (None, Some(flag)) => {
             let refused = |error| UsageError(format!("--lora does not fit the model: {error:#}."));
             let (adapter, config) =
@@ -99,6 +107,7 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
             Some(config)
         }
     };
+    let begins_with = args.adapters.trained().map(adapter::stamp).transpose()?;
     let absent = Recipe { dtype: files.dtype()?.try_into()?, ..Recipe::default() };
     let mut recipe = flags.recipe(args.dtype, args.seed, saved, absent)?;
     if let (Some(saved), None) = (saved, flags.decay) {
@@ -160,9 +169,11 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
         files,
         beside,
         layout: args.layout.clone(),
+        shares: args.shares.clone(),
         recipe,
         lora,
         base,
+        begins_with,
         text,
         valid: valid.map(|text| (text, flags.valid_every)),
         pipeline,

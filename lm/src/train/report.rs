@@ -3,7 +3,7 @@
 use candle_lm::dtype::DTypeName;
 use candle_lm::train::job::Job;
 use candle_lm::train::loop_state::BestLoss;
-use candle_lm::train::metrics::flops_per_token;
+use candle_lm::train::metrics::flops_per_token_of;
 use candle_lm::train::trainer::{TrainEnd, TrainOutput};
 use examples::table::grouped;
 use itertools::Itertools;
@@ -56,12 +56,19 @@ pub struct Report {
 
 impl Report {
     /// The numbers of what the ranks did, each with the most bytes that its process had in memory.
-    pub fn new(job: &Job, peak_tflops: Option<f64>, ranks: &[(TrainOutput, Option<usize>)]) -> Self {
+    ///
+    /// # Errors
+    /// Those of [`flops_per_token_of`].
+    pub fn new(
+        job: &Job,
+        peak_tflops: Option<f64>,
+        ranks: &[(TrainOutput, Option<usize>)],
+    ) -> anyhow::Result<Self> {
         let TrainOutput { losses, grad_norms, valid, seconds, end, skipped, best, .. } = &ranks[0].0;
         let tokens = losses.len() * job.recipe.batch * job.recipe.seq_len;
         let tokens_per_second = if *seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
-        let tflops = tokens_per_second * flops_per_token(&job.files.config, job.recipe.seq_len) / 1e12;
-        Self {
+        let tflops = tokens_per_second * flops_per_token_of(job)? / 1e12;
+        Ok(Self {
             first_step: job.start,
             losses: losses.clone(),
             grad_norms: grad_norms.clone(),
@@ -82,7 +89,7 @@ impl Report {
             weight_bytes: ranks.iter().map(|(rank, _)| rank.weight_bytes).collect(),
             weights_at_once: ranks.iter().map(|(rank, _)| rank.weights_at_once).collect(),
             peak_memory: ranks.iter().map(|(_, peak_memory)| *peak_memory).collect(),
-        }
+        })
     }
 }
 

@@ -64,7 +64,7 @@ pub fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
         |loading| ranks.run(job.pipeline.world(), |ctx| learn(ctx, loading)),
     )?;
     let Some(trained) = trained.flatten() else { return Ok(true) };
-    let report = Report::new(&job, args.training.peak_tflops, &trained);
+    let report = Report::new(&job, args.training.peak_tflops, &trained)?;
     writeln!(output.screen(), "{report}")?;
     let steps = job.start + report.losses.len();
     match report.end {

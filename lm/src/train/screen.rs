@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_lm::train::job::Job;
-use candle_lm::train::metrics::flops_per_token;
+use candle_lm::train::metrics::flops_per_token_of;
 use candle_lm::train::trainer::StepOutput;
 use examples::cli::Output;
 use examples::progress::Progress;
@@ -83,7 +83,7 @@ impl Screen {
     /// The screen of a rank; those that are not the first tell nothing.
     ///
     /// # Errors
-    /// If the log cannot be opened.
+    /// If the log cannot be opened; those of [`flops_per_token_of`].
     pub(super) fn new(rank: usize, job: &Job, output: Output<'_>, flags: &TrainArgs) -> Result<Self> {
         if rank != 0 {
             return Ok(Self { shown: None });
@@ -102,7 +102,7 @@ impl Screen {
                 every: flags.log_every,
                 steps: job.recipe.rate.steps,
                 tokens,
-                flops: tokens as f64 * flops_per_token(&job.files.config, job.recipe.seq_len),
+                flops: tokens as f64 * flops_per_token_of(job)?,
                 peak_flops: flags.peak_tflops.map(|peak| peak * 1e12),
             }),
         })

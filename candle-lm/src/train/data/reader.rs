@@ -46,7 +46,9 @@ pub(super) fn read(
                 break;
             }
             number += 1;
-            let line = line.trim_ascii();
+            // Some programs put a mark of UTF-8 before the first line.
+            let mark: &[u8] = if number == 1 { "\u{feff}".as_bytes() } else { b"" };
+            let line = line.strip_prefix(mark).unwrap_or(&line).trim_ascii();
             if line.is_empty() {
                 continue;
             }

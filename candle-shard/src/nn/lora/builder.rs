@@ -107,17 +107,12 @@ impl MeshVarBuilder {
     ///
     /// # Errors
     /// If there are some.
-    pub(in crate::nn) fn check_expert_adapter(
-        &self,
-        options: &LoraOptions,
-        is_quantized: bool,
-    ) -> Result<()> {
+    pub(in crate::nn) fn check_expert_adapter(&self, options: &LoraOptions) -> Result<()> {
         let learns = self.learns_adapters();
         let wrong = match () {
             () if options.dora => "magnitudes (DoRA)",
             () if options.bias => "a bias",
             () if options.dropout > 0.0 && learns => "dropout",
-            () if is_quantized && learns => "weights in blocks, beside which it would be trained",
             () => return Ok(()),
         };
         let name = self.adapter_name();

@@ -80,7 +80,7 @@ impl ExpertWeights {
         let sizes = [(NAMES[0], hidden, width), (NAMES[1], hidden, width), (NAMES[2], width, hidden)];
         for (which, (name, out, into)) in sizes.into_iter().enumerate().skip(usize::from(!has_gate)) {
             for (number, vb, options) in vb.pp(name).adapters_here() {
-                vb.check_expert_adapter(&options, quantized.is_some())?;
+                vb.check_expert_adapter(&options)?;
                 let [of_out, of_in] = if which < 2 { [Some(1), None] } else { [None, Some(2)] };
                 let named = |factor: &str| format!("{factor}.{}.weight", vb.adapter_name());
                 let of_a = options.a_of.as_ref().map_or_else(|| vb.clone(), |path| vb.at(path));
@@ -144,8 +144,9 @@ impl ExpertWeights {
         let made = match &self.quantized {
             // Then all that takes part elsewhere takes part here, in the same order.
             Some(experts) if experts.is_idle(x)? => {
-                let idle: Vec<Tensor> =
+                let mut idle: Vec<Tensor> =
                     [Some(x.clone()), of_rows(0)?, of_rows(1)?].into_iter().flatten().collect();
+                idle.extend(self.running(laid)?);
                 empty::zeros_of(&idle.iter().collect::<Vec<_>>(), x.shape(), x.dtype())?
             }
             Some(experts) => {
@@ -172,6 +173,17 @@ impl ExpertWeights {
 }
 
 impl ExpertWeights {
+    /// Returns the factors of the adapters that run.
+    fn running(&self, laid: &[DTensor]) -> Result<Vec<Tensor>> {
+        let mut factors = Vec::new();
+        for ExpertAdapter { number, factors: places, .. } in self.adapters.iter().flatten() {
+            if AdapterScope::of_all_rows("moe", "experts", *number)?.is_some() {
+                factors.extend(places.map(|at| laid[at].to_local().clone()));
+            }
+        }
+        Ok(factors)
+    }
+
     /// Returns the products `made` of rows `x` with the weights of a projection, with what the running adapters add.
     fn adapted(
         &self,

@@ -21,6 +21,8 @@ pub(super) struct QuantizedExperts {
     hidden: usize,
     /// How the tensor axis cuts the hidden dim, which is between blocks.
     cut: Option<(usize, Sizes)>,
+    /// Whether rows are multiplied as they are, since adapters learn.
+    is_exact: bool,
 }
 
 /// The matrices of an expert, or the part of them that is here.
@@ -93,7 +95,7 @@ impl QuantizedExperts {
             Ok(Some(QuantizedExpert { gate, up, down: part(2, [all.clone(), rows.clone()])? }))
         };
         let own = mine.map(read).collect::<Result<_>>()?;
-        Ok(Some(Self { own, hidden: columns.len(), cut }))
+        Ok(Some(Self { own, hidden: columns.len(), cut, is_exact: vb.learns_adapters() }))
     }
 
     /// Returns how dim `dim` of a tensor is cut as the hidden dim is.
@@ -137,10 +139,19 @@ impl QuantizedExperts {
         let (mut made, mut start) = (Vec::new(), 0);
         for (expert, &count) in self.own.iter().zip(counts).filter(|(_, count)| **count > 0) {
             let Some(expert) = expert else { continue };
-            made.push(kernels::quantized_linear(&x.narrow(0, start, count)?, &of(expert))?);
+            made.push(self.product(&x.narrow(0, start, count)?, &of(expert))?);
             start += count;
         }
         Ok(Tensor::cat(&made, 0)?)
+    }
+
+    /// Returns the products of rows with some matrices, one beside another.
+    fn product(&self, x: &Tensor, matrices: &[&QuantizedMatrix]) -> Result<Tensor> {
+        if !self.is_exact {
+            return Ok(kernels::quantized_linear(x, matrices)?);
+        }
+        let made = matrices.iter().map(|matrix| kernels::dequantized_linear(x, matrix));
+        Ok(Tensor::cat(&made.collect::<candle_core::Result<Vec<_>>>()?, 1)?)
     }
 }
 

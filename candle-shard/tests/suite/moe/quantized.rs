@@ -3,9 +3,10 @@ use crate::common::*;
 use crate::gguf::save;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
-use candle_shard::nn::{ExpertGate, MeshVarBuilder, MoE, MoEConfig, Mode};
+use candle_shard::nn::{Adapter, ExpertGate, LoraOptions, MeshVarBuilder, MoE, MoEConfig, Mode};
 use candle_shard::parallel::{Plan, Shares};
 use candle_shard::{DTensor, Replicate, Result, Shard, Weights};
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use test_utils::{Scratch, on_ranks};
 
@@ -91,6 +92,88 @@ fn assert_near(got: &[f32], want: &[f32], relative: f32, what: &str) {
     let most = want.iter().fold(1e-6f32, |most, x| most.max(x.abs()));
     let off = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     assert!(off <= relative * most, "{what}: off by {off} of {most}");
+}
+
+/// Writes factors of rank 2 beside all weights.
+fn write_factors(path: &Path) {
+    let sizes = [("gate_proj", HIDDEN, WIDTH), ("up_proj", HIDDEN, WIDTH), ("down_proj", WIDTH, HIDDEN)];
+    let mut tensors = HashMap::new();
+    for (seed, (name, out, into)) in (20..).step_by(2).zip(sizes) {
+        for (factor, shape, seed) in [("A", [EXPERTS, 2, into], seed), ("B", [EXPERTS, out, 2], seed + 1)] {
+            let made = values(&shape, seed, DType::F32).affine(0.2, 0.0).unwrap();
+            tensors.insert(format!("experts.{name}.lora_{factor}.one.weight"), made);
+        }
+    }
+    candle_core::safetensors::save(&tensors, path).unwrap();
+}
+
+/// The output, and the gradients of all factors by name, of experts beside which an adapter learns.
+fn learn(
+    [path, factors]: [&Path; 2],
+    ctx: &candle_dist::RankContext,
+    [ep, tp]: [usize; 2],
+    shares: Option<Shares>,
+    (as_floats, rows): (bool, usize),
+) -> Result<(Vec<f32>, BTreeMap<String, Vec<f32>>)> {
+    let mesh = ctx.mesh(&[("ep", ep), ("tp", tp)])?;
+    let plan = Plan::new("tp").with_shares(shares);
+    let vb = MeshVarBuilder::from_weights(Weights::open(path)?, 0, &mesh, plan, DType::F32, &CPU)?;
+    let adapter = Adapter::new("one").with("experts.*", LoraOptions::new(2).alpha(3.0));
+    let vb = vb.with_adapters([adapter.from_weights(Weights::open(factors)?)])?;
+    let vb = if as_floats { vb.dequantized() } else { vb };
+    let config =
+        MoEConfig::new(WIDTH, HIDDEN, EXPERTS, 2).normalize(true).expert_axis("ep").tensor_axis("tp");
+    let layer = MoE::new(config, &vb)?;
+    let x = DTensor::distribute(&values(&[rows, WIDTH], 5, DType::F32), &mesh, &[Replicate; 2])?;
+    let output = layer.forward(&x, Mode::Eval)?.output;
+    let parameters = vb.finish()?;
+    let grads = parameters.backward(&output.sqr()?.sum_all()?)?;
+    let list = |x: &Tensor| -> Result<Vec<f32>> { Ok(x.flatten_all()?.to_vec1()?) };
+    let mut made = BTreeMap::new();
+    for parameter in parameters.iter().filter(|parameter| !parameter.is_frozen()) {
+        let grad = parameter.grad(&grads)?.expect("every factor takes part");
+        made.insert(parameter.name.clone(), list(&grad.full_tensor()?)?);
+    }
+    Ok((list(&output.full_tensor()?)?, made))
+}
+
+#[test]
+fn adapters_of_quantized_experts_learn_what_they_do_beside_the_floats_of_the_blocks() {
+    let folder = Scratch::new("quantized-experts-adapters");
+    let (path, factors) = (folder.path("model.gguf"), folder.path("adapter.safetensors"));
+    write(&path, GgmlDType::Q4_1);
+    write_factors(&factors);
+    // Of one row, most experts have none.
+    for rows in [7, 1] {
+        let on = |mesh: [usize; 2], shares: Option<&str>, as_floats: bool| {
+            let shares = shares.map(|shares| shares.parse::<Shares>().unwrap());
+            let (path, factors): (PathBuf, PathBuf) = (path.clone(), factors.clone());
+            on_ranks(mesh.iter().product(), "adapters of quantized experts", move |ctx| {
+                learn([&path, &factors], ctx, mesh, shares.clone(), (as_floats, rows))
+            })
+        };
+        let (output, grads) = on([1, 1], None, true).into_iter().next().unwrap();
+        assert_eq!(grads.len(), 6);
+        let meshes = [
+            ([1, 1], None),
+            ([2, 1], None),
+            ([5, 1], None),
+            ([1, 2], None),
+            ([1, 4], None),
+            ([1, 2], Some("0:1")),
+            ([2, 2], Some("2:1")),
+        ];
+        for (mesh, shares) in meshes {
+            let what = format!("{rows} rows on {mesh:?} in shares {shares:?}");
+            for (got, all) in on(mesh, shares, false) {
+                assert_near(&got, &output, 1e-5, &what);
+                assert!(all.keys().eq(grads.keys()), "{what}: {:?}", all.keys());
+                for (name, want) in &grads {
+                    assert_near(&all[name], want, 1e-4, &format!("{what}: {name}"));
+                }
+            }
+        }
+    }
 }
 
 #[test]

@@ -109,9 +109,7 @@ const RECIPE: &str = "--seed 0 --batch 4 --seq-len 9 --lr 0.01 --warmup 1 --deca
 
 /// The training of an adapter that is read from its folder.
 fn job(place: &Place, folder: &Path, flags: &str) -> Arc<Job> {
-    let job = place.open(&format!("{RECIPE} {flags} --lora r=4")).unwrap();
-    let files = Files::open(&place.path("model")).unwrap().with_adapter(TRAINED, folder).unwrap();
-    Arc::new(Job { files, lora: Some(AdapterConfig::read(folder).unwrap()), ..Job::clone(&job) })
+    place.open(&format!("{RECIPE} {flags} --adapter {}", folder.display())).unwrap()
 }
 
 /// The gradients by the names of files.
@@ -248,7 +246,7 @@ fn adapters_have_the_loss_the_gradients_and_the_step_of_peft_on_every_mesh() {
                 true => &[
                     "--tp 1",
                     "--tp 2 --dp 2",
-                    "--pp 2 --tp 2 --recompute",
+                    "--pp 2 --tp 2 --shares 3:1 --recompute",
                     "--tp 2 --dp 2 --fsdp",
                     "--tp 1 --cp 2",
                 ],
@@ -552,13 +550,10 @@ fn what_is_saved_is_read_again_and_goes_on_on_other_meshes() {
             on_ranks(1, &fact.case, move |ctx| train(ctx, &job, |_| Ok(()))).remove(0).losses
         };
         let more = ["--tp 2 --ep 2"].into_iter().filter(|_| changes_experts(fact));
-        for mesh in ["--tp 2", "--tp 1 --pp 2", "--tp 2 --dp 2 --fsdp"].into_iter().chain(more) {
+        for mesh in ["--tp 2", "--tp 1 --pp 2", "--tp 2 --shares 1:3 --dp 2 --fsdp"].into_iter().chain(more) {
             let saved = place.path(&format!("saved {mesh}").replace(' ', "_"));
             let flags = format!("--steps 3 --save-every 2 {mesh} --save {}", saved.display());
-            let mut job = Job::clone(&job(&place, &folder, &flags));
-            let base = place.path("model").display().to_string();
-            job.lora = job.lora.map(|lora| AdapterConfig { base: Some(base), ..lora });
-            let job = Arc::new(job);
+            let job = job(&place, &folder, &flags);
             let ranks = job.pipeline.world();
             on_ranks(ranks, &fact.case, move |ctx| train(ctx, &job, |_| Ok(())));
             let step = saved.join("step-00000002");

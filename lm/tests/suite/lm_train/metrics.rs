@@ -240,3 +240,27 @@ fn the_log_and_event_files_have_all_numbers_of_each_step() {
         assert_eq!(*scalars, want.collect::<BTreeMap<_, _>>(), "{line}");
     }
 }
+
+#[test]
+fn frozen_weights_take_two_thirds_of_the_operations_and_preferences_a_forward_pass_more() {
+    use candle_lm::train::metrics::{flops_per_token, flops_per_token_of};
+
+    let place = Place::new(&config(4, 2));
+    let pair = r#"{"prompt": "3 5", "chosen": "7", "rejected": "8"}"#;
+    fs::write(place.path("pairs.jsonl"), pair).unwrap();
+    let flops = |flags: &str| flops_per_token_of(&place.open(&format!("--tp 1 {flags}")).unwrap()).unwrap();
+    let (config, tokens) = (config(4, 2), 24);
+    let computes = (config.parameters() - config.vocab_size * config.hidden_size) as f64;
+    let whole = flops_per_token(&config, tokens);
+    let (flags, width) = (format!("--seq-len {tokens}"), config.hidden_size);
+    assert_eq!(flops(&flags), whole);
+    // Factors of the last projection of attention in both layers.
+    let factors = (2 * (2 * width * 3)) as f64;
+    let lora = format!("{flags} --lora r=3,targets=o_proj");
+    assert_eq!(flops(&lora), whole - 2.0 * computes + 6.0 * factors);
+    let saved = format!("{flags} --lora r=3,targets=o_proj,save=lm_head");
+    let head = (width * config.vocab_size) as f64;
+    assert_eq!(flops(&saved), whole - 2.0 * computes + 6.0 * factors + 2.0 * head);
+    let dpo = flops(&format!("{lora} --data @pairs.jsonl --dpo"));
+    assert!((dpo - (whole - 2.0 * computes + 6.0 * factors + whole / 3.0)).abs() < 1e-6 * dpo);
+}

@@ -1,6 +1,7 @@
 //! A Llama that learns: the numbers of plain candle on every mesh, before and after a stop.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 
+mod adapter_options;
 mod adapters;
 mod broken;
 mod crash;

@@ -99,6 +99,28 @@ fn fully_sharded_ranks_learn_as_one_device() {
 }
 
 #[test]
+fn ranks_in_unlike_shares_learn_as_one_device() {
+    let meshes = [
+        "--tp 2 --shares 3:1",
+        "--tp 2 --shares 0:1 --recompute",
+        "--tp 3 --shares 5:0:1 --accumulate 2",
+        "--tp 2 --shares 1:3 --dp 2 --pp 2",
+        "--tp 2 --shares 3:1 --cp 2",
+    ];
+    agrees("grouped heads", &config(4, 2), &meshes);
+    agrees("one key head", &config(6, 1), &["--tp 2 --shares 2:1 --pp 2 --schedule zb-h1"]);
+    let tied = Config { tie_word_embeddings: true, ..config(4, 2) };
+    agrees_on(
+        "--batch 12",
+        "a tied table",
+        &tied,
+        &["--tp 2 --shares 3:1 --dp 2 --fsdp", "--tp 2 --shares 1:0 --dp 2 --fsdp --recompute"],
+    );
+    let meshes = ["--tp 2 --shares 1:3 --ep 2", "--tp 3 --shares 2:0:1 --ep 2 --recompute"];
+    agrees_on("--batch 12", "experts", &mixture(5, 2), &meshes);
+}
+
+#[test]
 fn distributed_experts_learn_as_one_device() {
     let meshes = [
         "--tp 1",

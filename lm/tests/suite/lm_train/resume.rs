@@ -17,9 +17,13 @@ fn losses_go_on_on_another_mesh_as_if_nothing_had_happened() {
         (
             &config(4, 2),
             "--dp 2 --tp 2",
-            vec!["--tp 1", "--pp 2 --tp 1", "--tp 3 --recompute", "--tp 1 --cp 3"],
+            vec!["--tp 1", "--pp 2 --tp 1", "--tp 3 --shares 5:0:1 --recompute", "--tp 1 --cp 3"],
         ),
-        (&config(4, 2), "--pp 2 --tp 2", vec!["--tp 1 --dp 3", "--pp 3 --tp 1 --microbatches 2"]),
+        (
+            &config(4, 2),
+            "--pp 2 --tp 2 --shares 1:3",
+            vec!["--tp 1 --dp 3", "--pp 3 --tp 1 --microbatches 2"],
+        ),
         (&tied, "--pp 2 --tp 1", vec!["--tp 2", "--pp 2 --tp 2"]),
     ];
     for (config, from, onto) in cases {

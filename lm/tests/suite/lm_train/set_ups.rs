@@ -63,6 +63,13 @@ fn mesh(dice: &mut Dice, place: &Place, recipe: &str) -> String {
             continue;
         }
         let mut flags = format!("--tp {tp}");
+        if tp > 1 && dice.once_in(2) {
+            let shares: Vec<String> = (0..tp).map(|_| dice.below(4).to_string()).collect();
+            if shares.iter().all(|share| share == "0") {
+                continue;
+            }
+            flags += &format!(" --shares {}", shares.join(":"));
+        }
         for (flag, ranks) in
             [("--pp", pp), ("--dp", dp), ("--cp", cp), ("--ep", ep), ("--accumulate", accumulate)]
         {

@@ -105,6 +105,34 @@ fn all_ranks_end_after_the_step_in_which_one_was_asked_to_stop() {
 }
 
 #[test]
+fn a_signal_ends_the_loss_of_the_validation_text_too() {
+    let place = Place::new(&config(4, 2));
+    // Its loss takes a while.
+    let text = fs::read_to_string(place.path("text")).unwrap();
+    fs::write(place.path("valid"), text.repeat(60)).unwrap();
+    let job = place.open("--tp 2 --batch 4 --valid @valid --valid-every 1 --save @saved").unwrap();
+    let ranks = on_ranks(2, "validation", move |ctx| {
+        // As for processes, of which one gets the signal.
+        let job = Job { stop: Arc::default(), ..Job::clone(&job) };
+        train(ctx, &job, |made| {
+            let stop = job.stop.clone();
+            let ask = move || {
+                thread::sleep(Duration::from_millis(100));
+                stop.store(true, Ordering::Relaxed);
+            };
+            if ctx.rank() == 1 && made.is_none() {
+                thread::spawn(ask);
+            }
+            Ok(())
+        })
+    });
+    for made in ranks {
+        assert_eq!((made.end, made.losses.len(), made.valid.len()), (TrainEnd::Signal, 1, 0));
+    }
+    assert!(place.path("saved/step-00000001/training.json").is_file());
+}
+
+#[test]
 fn a_second_signal_ends_the_program_at_once() {
     let place = Place::new(&config(4, 2));
     let log = place.path("log");
