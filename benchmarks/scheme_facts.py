@@ -69,13 +69,20 @@ def nvfp4(facts):
 
 
 def mlx(facts):
-    for case, bits, group, kind in [("mlx", 4, 64, torch.bfloat16), ("mlx_eight", 8, 32, torch.float32)]:
+    cases = [("mlx", 4, 64, torch.bfloat16), ("mlx_eight", 8, 32, torch.float32)]
+    cases += [("mlx_three", 3, 64, torch.float16), ("mlx_five", 5, 32, torch.float32), ("mlx_six", 6, 128, torch.bfloat16)]
+    for case, bits, group, kind in cases:
         packed, scales, biases = mx.quantize(mx.array(weight(4).numpy()), group_size=group, bits=bits)
         packed = torch.from_numpy(numpy.array(packed))
         scales, biases = (torch.from_numpy(numpy.array(of)).to(kind) for of in (scales, biases))
         of_floats = [mx.array(of.float().numpy()) for of in (scales, biases)]
         want = mx.dequantize(mx.array(packed.numpy()), *of_floats, group_size=group, bits=bits)
         facts[case] = {"weight": packed, "scales": scales, "biases": biases, "want": torch.from_numpy(numpy.array(want))}
+    for mode in ["mxfp4", "mxfp8", "nvfp4"]:
+        packed, scales = mx.quantize(mx.array(weight(5).numpy()), mode=mode)
+        want = mx.dequantize(packed, scales, mode=mode, dtype=mx.float32)
+        named = {"weight": packed, "scales": scales, "want": want}
+        facts[f"mlx_{mode}"] = {name: torch.from_numpy(numpy.array(value)) for name, value in named.items()}
 
 
 def compressed(facts):

@@ -180,8 +180,12 @@ fn codes_of_mlx_have_two_names() {
     assert_eq!(parsed(json!({"quantization": codes, "quantization_config": codes})), want);
     let unlike = json!({"quantization": codes, "quantization_config": {"bits": 8, "group_size": 64}});
     assert!(refused(&with(base, &unlike)).contains("quantization ("));
-    let mode = json!({"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}});
-    assert!(refused(&with(base, &mode)).contains("mode \"mxfp4\""));
+    for of_module in [false, true] {
+        let mut said = json!({"bits": 4, "group_size": 32, "mode": "mxfp4"});
+        let place = if of_module { &mut said["lm_head"]["mode"] } else { &mut said["mode"] };
+        *place = json!("nf4");
+        assert!(refused(&with(base, &json!({"quantization": said}))).contains("mode \"nf4\""));
+    }
 }
 
 /// The base that transformers has for a family counts where a file has none, as that of Llama 2 does not.

@@ -37,7 +37,7 @@ impl Weights {
     /// | `gptq` | 2, 4 or 8 bits, also with `desc_act`, of either `checkpoint_format` |
     /// | `awq` | 4 bits, version `gemm` |
     /// | `bitsandbytes` | `nf4` and `fp4`, also with nested scales; 8 bits |
-    /// | none, or `mlx` | MLX's `affine` codes of 2, 4 or 8 bits, also of stacked experts |
+    /// | none, or `mlx` | MLX's `affine` codes of 2 to 6 or 8 bits, and its `mxfp4`, `mxfp8` and `nvfp4`, also of stacked experts |
     /// | `modelopt` | `FP8`, `NVFP4` and `MIXED_PRECISION` of both |
     /// | `mxfp4` | the `_blocks` and `_scales` of gpt-oss, as the transposed matrices of files without codes |
     ///
@@ -63,7 +63,7 @@ impl Weights {
             Method::Awq { group } => self.awq(group)?,
             Method::BitsAndBytes => self.bitsandbytes()?,
             Method::Mxfp4 => self.mxfp4()?,
-            Method::Mlx { group } => self.mlx(config, group)?,
+            Method::Mlx { group, mode } => self.mlx(config, group, mode)?,
             Method::ModelOpt => {
                 for module in self.modules(".weight_scale_2") {
                     let factor = self.scalar(&module, ".weight_scale_2")?;

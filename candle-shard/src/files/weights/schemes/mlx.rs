@@ -2,17 +2,52 @@
 use super::super::{StoredTensor, Weights};
 use super::Scheme;
 use super::layers::is_word;
-use crate::Result;
+use crate::{Error, Result};
+use itertools::Itertools;
 use serde_json::Value;
+
+/// How codes of MLX stand for numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum MlxMode {
+    /// Whole numbers times the scale of a group, plus its bias.
+    Affine,
+    /// Floats of so many bits, in groups of so many columns. Their scales are floats of 8 bits for 16 columns, and powers of 2 for 32.
+    Floats { bits: usize, size: usize },
+}
+
+impl MlxMode {
+    /// Returns what a config, or its object for a module, says.
+    pub(super) fn of(said: &Value) -> Result<Self, String> {
+        let mode = said.get("mode").filter(|mode| !mode.is_null());
+        match mode.map(|mode| mode.as_str().unwrap_or_default()) {
+            None | Some("affine") => Ok(Self::Affine),
+            Some("mxfp4") => Ok(Self::Floats { bits: 4, size: 32 }),
+            Some("mxfp8") => Ok(Self::Floats { bits: 8, size: 32 }),
+            Some("nvfp4") => Ok(Self::Floats { bits: 4, size: 16 }),
+            Some(_) => Err(format!("has mode {}; affine, mxfp4, mxfp8 and nvfp4 can be read", said["mode"])),
+        }
+    }
+}
 
 impl Weights {
     /// Finds matrices of MLX's codes, and stacks of them, whose numbers of bits follow from the shapes; `config` names modules with other
-    /// groups than `group`.
-    pub(super) fn mlx(&mut self, config: &Value, group: usize) -> Result<()> {
+    /// groups than `group`, or another mode.
+    pub(super) fn mlx(&mut self, config: &Value, group: usize, mode: MlxMode) -> Result<()> {
         for module in self.modules(".scales") {
             let (codes, scales) = (self.need(&module, ".weight")?, self.need(&module, ".scales")?);
-            let biases = self.need(&module, ".biases")?;
-            let size = of_module(config, &module)["group_size"].as_u64().map_or(group, |size| size as usize);
+            let own = of_module(config, &module);
+            // The object of a module says all of it.
+            let mode = match own.is_object() {
+                true => MlxMode::of(own).map_err(|reason| Error::file(&self.source, reason))?,
+                false => mode,
+            };
+            let (size, known) = match mode {
+                MlxMode::Affine => {
+                    (own["group_size"].as_u64().map_or(group, |size| size as usize), &[2, 3, 4, 5, 6, 8][..])
+                }
+                MlxMode::Floats { bits: 4, size } => (size, &[4][..]),
+                MlxMode::Floats { size, .. } => (size, &[8][..]),
+            };
             let (front, last) = codes.shape.split_at(codes.shape.len().saturating_sub(1));
             let found = match (last, scales.shape.split_last()) {
                 (&[words], Some((&groups, of))) if front == of && groups > 0 => groups
@@ -22,35 +57,44 @@ impl Weights {
                     .map(|(columns, bits)| (columns, bits / columns)),
                 _ => None,
             };
+            let found = found.filter(|(_, bits)| known.contains(bits));
             let stack = match *front {
                 [rows] => Some((None, rows)),
                 [count, rows] => Some((Some(count), rows)),
                 _ => None,
             };
-            let (Some((columns, bits @ (2 | 4 | 8))), Some((count, rows)), true) =
-                (found, stack, is_word(&codes))
-            else {
+            let (Some((columns, bits)), Some((count, rows)), true) = (found, stack, is_word(&codes)) else {
+                let bits = known.iter().join(" or ");
                 let why =
-                    format!("as codes of 2, 4 or 8 bits with scales {:?} of groups of {size}", scales.shape);
+                    format!("as codes of {bits} bits with scales {:?} of groups of {size}", scales.shape);
                 return Err(self.wrong(&module, &codes, &why));
             };
-            if biases.shape != scales.shape {
-                return Err(self.wrong(
-                    &module,
-                    &biases,
-                    &format!("as biases beside scales {:?}", scales.shape),
-                ));
-            }
-            let shape = [rows, columns];
-            let Some(count) = count else {
-                self.give(&module, shape, Scheme::Affine { codes, scales, biases, bits, size, index: None })?;
-                continue;
+            let biases = match mode {
+                MlxMode::Affine => Some(self.need(&module, ".biases")?),
+                MlxMode::Floats { .. } => None,
             };
-            let made = StoredTensor::of_matrices(count, shape, |at| {
-                let (codes, scales, biases) = (codes.clone(), scales.clone(), biases.clone());
-                Scheme::Affine { codes, scales, biases, bits, size, index: Some(at) }
-            });
-            self.tensors.insert(format!("{module}.weight"), made);
+            if let Some(biases) = biases.as_ref().filter(|biases| biases.shape != scales.shape) {
+                let why = format!("as biases beside scales {:?}", scales.shape);
+                return Err(self.wrong(&module, biases, &why));
+            }
+            if biases.is_none() && scales.dtype != "U8" {
+                return Err(self.wrong(&module, &scales, "as scales of floats; expected U8"));
+            }
+            let scheme = |index: Option<usize>| {
+                let (codes, scales) = (codes.clone(), scales.clone());
+                match biases.clone() {
+                    Some(biases) => Scheme::Affine { codes, scales, biases, bits, size, index },
+                    None => Scheme::Floats { codes, scales, bits, size, index },
+                }
+            };
+            let shape = [rows, columns];
+            match count {
+                None => self.give(&module, shape, scheme(None))?,
+                Some(count) => {
+                    let made = StoredTensor::of_matrices(count, shape, |at| scheme(Some(at)));
+                    self.tensors.insert(format!("{module}.weight"), made);
+                }
+            }
         }
         Ok(())
     }
