@@ -32,4 +32,5 @@ mod vocabulary;
 pub use access::{Access, ApiKeys};
 pub use front::{Front, FrontOptions};
 pub use model::ServedModel;
+pub use otlp::SpanCounts;
 pub use parameters::ServeLimits;

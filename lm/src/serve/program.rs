@@ -4,6 +4,7 @@ use std::env;
 use std::io::Write;
 use std::net::TcpListener;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -21,7 +22,7 @@ use super::access::{Access, ApiKeys};
 use super::front::{Front, FrontOptions};
 use super::load;
 use super::model::ServedModel;
-use super::otlp::SpanExporter;
+use super::otlp::{SpanCounts, SpanExporter};
 use crate::args::Args;
 use crate::input::agree;
 use crate::{memory, opened};
@@ -65,7 +66,8 @@ pub fn run(args: &Args, name: &str, ranks: &Ranks<'_>) -> Result<bool> {
     let queue = RequestQueue::new(limits);
     let otlp = args.serve.otlp.as_deref().filter(|_| ranks.is_first());
     let exporter = agree(ranks, otlp.map(|url| SpanExporter::start(url, name)).transpose())?;
-    let front = || listen(args, Box::leak(Box::new(model)), &queue, &stop).map(Some);
+    let spans = exporter.as_ref().map(SpanExporter::counts);
+    let front = || listen(args, Box::leak(Box::new(model)), &queue, (&stop, spans)).map(Some);
     let front = agree(ranks, if ranks.is_first() { front() } else { Ok(None) })?;
     let address = front.as_ref().map(|front| format!("http://{}", front.address()));
     let is_over = AtomicBool::new(false);
@@ -123,7 +125,7 @@ fn listen(
     args: &Args,
     model: &'static ServedModel,
     queue: &RequestQueue,
-    stop: &StopSignal,
+    (stop, spans): (&StopSignal, Option<Arc<SpanCounts>>),
 ) -> Result<Front> {
     let given = &args.serve;
     let mut keys = given.api_key_file.as_deref().map(ApiKeys::read).transpose()?.unwrap_or_default();
@@ -149,6 +151,7 @@ fn listen(
         connections: given.connections,
         drain: Duration::from_secs(given.drain),
         logs: true,
+        spans,
     };
     let address = (given.host, given.port);
     let listener = TcpListener::bind(address).map_err(|error| {

@@ -193,7 +193,8 @@ async fn ready(State(state): FrontHandle) -> Response<Body> {
 }
 
 async fn metrics(State(state): FrontHandle) -> Response<Body> {
-    let text = state.metrics.text(state.model.names(), &state.queue.status());
+    let spans = state.options.spans.as_deref();
+    let text = state.metrics.text(state.model.names(), &state.queue.status(), spans);
     of_type("text/plain; version=0.0.4; charset=utf-8", text)
 }
 
@@ -239,6 +240,10 @@ async fn body(state: &FrontState, headers: &HeaderMap, body: Body) -> ApiResult<
     let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     if kind != "application/json" && !(kind.starts_with("application/") && kind.ends_with("+json")) {
         return Err(ApiError::not_json());
+    }
+    let is_plain = |encoding: &HeaderValue| encoding.as_bytes().eq_ignore_ascii_case(b"identity");
+    if !headers.get_all(header::CONTENT_ENCODING).iter().all(is_plain) {
+        return Err(ApiError::encoded());
     }
     let most = state.options.limits.body;
     let declared =
