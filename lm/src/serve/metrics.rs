@@ -301,6 +301,13 @@ impl RequestRecord {
         (self.prompt_tokens, self.adapter) = (prompt_tokens, adapter);
     }
 
+    /// A text without choices, of which there may be more in the request, left the queue then.
+    pub(super) fn admit(&mut self, admitted: Instant) {
+        let queue = admitted.saturating_duration_since(self.arrival);
+        self.queue.get_or_insert(queue);
+        self.metrics.change(self.adapter, |numbers| numbers.queue.observe(queue));
+    }
+
     /// Counts what has happened to a choice since.
     pub(super) fn note(&mut self, choice: &mut Choice) {
         let metrics = self.metrics.clone();

@@ -10,6 +10,8 @@ mod choice;
 mod chunks;
 mod completion;
 mod connection;
+mod embeddings;
+mod encoder;
 mod events;
 mod fields;
 mod front;

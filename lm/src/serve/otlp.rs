@@ -104,7 +104,7 @@ impl SpanExporter {
 }
 
 /// What became of a message.
-enum Sent {
+enum Delivery {
     Taken,
     /// The collector does not want so many of its spans, and why.
     Refused(usize, String),
@@ -113,7 +113,7 @@ enum Sent {
 }
 
 /// Sends one message of so many spans.
-fn send(agent: &Agent, url: &str, message: &Value, spans: usize) -> Sent {
+fn send(agent: &Agent, url: &str, message: &Value, spans: usize) -> Delivery {
     let sent = agent.post(url).content_type("application/json").send(message.to_string());
     match sent {
         Ok(mut response) => {
@@ -124,14 +124,14 @@ fn send(agent: &Agent, url: &str, message: &Value, spans: usize) -> Sent {
             let count = &part["rejectedSpans"];
             let count = count.as_u64().or_else(|| count.as_str()?.parse().ok()).unwrap_or_default();
             match usize::try_from(count).unwrap_or(spans).min(spans) {
-                0 => Sent::Taken,
-                count => Sent::Refused(count, format!("the collector says {}", part["errorMessage"])),
+                0 => Delivery::Taken,
+                count => Delivery::Refused(count, format!("the collector says {}", part["errorMessage"])),
             }
         }
         Err(ureq::Error::StatusCode(status)) if ![408, 429, 502, 503, 504].contains(&status) => {
-            Sent::Refused(spans, format!("the collector answers with status {status}"))
+            Delivery::Refused(spans, format!("the collector answers with status {status}"))
         }
-        Err(error) => Sent::Later(error.to_string()),
+        Err(error) => Delivery::Later(error.to_string()),
     }
 }
 
@@ -212,12 +212,12 @@ impl SpanCollector {
                 json!({"scope": {"name": "lm", "version": env!("CARGO_PKG_VERSION")}, "spans": spans});
             let message = json!({"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]});
             let (taken, why) = match send(agent, url, &message, count) {
-                Sent::Taken => (count, None),
-                Sent::Refused(refused, why) => {
+                Delivery::Taken => (count, None),
+                Delivery::Refused(refused, why) => {
                     self.counts.drop_some(refused);
                     (count - refused, Some(why))
                 }
-                Sent::Later(why) => {
+                Delivery::Later(why) => {
                     self.keep(spans);
                     return Some(why);
                 }

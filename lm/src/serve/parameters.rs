@@ -130,6 +130,11 @@ impl Parameters {
         (model, limits, client, arrival): (&ServedModel, &ServeLimits, &Client, Instant),
     ) -> ApiResult<Self> {
         let adapter = check_model(fields, model)?;
+        if model.embedding.is_some() {
+            let why =
+                format!("The model {:?} is an encoder, which writes no text: use /v1/embeddings.", model.name);
+            return Err(ApiError::invalid("model", why));
+        }
         fields.refuse(&["chat_template"], "templates are the model's")?;
         fields.refuse(&GRAMMARS, "use `response_format`")?;
         refuse_undone(fields)?;

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 /// The bits of a word.
-const WORD: usize = 32;
+pub(super) const WORD: usize = 32;
 /// The codes that share a scale of MXFP4.
 pub(super) const MX_BLOCK: usize = 32;
 /// The codes that share a scale of NVFP4.
@@ -51,14 +51,14 @@ impl Scheme {
 }
 
 /// Rows and columns of a matrix.
-struct MatrixPart {
-    rows: Range<usize>,
-    columns: Range<usize>,
+pub(super) struct MatrixPart {
+    pub(super) rows: Range<usize>,
+    pub(super) columns: Range<usize>,
 }
 
 impl MatrixPart {
     /// Returns the elements: for each row, `of_row` returns the function from a column of the part to its element.
-    fn filled<F: FnMut(usize) -> f32>(&self, mut of_row: impl FnMut(usize) -> F) -> Vec<f32> {
+    pub(super) fn filled<F: FnMut(usize) -> f32>(&self, mut of_row: impl FnMut(usize) -> F) -> Vec<f32> {
         let mut out = vec![0f32; self.rows.len() * self.columns.len()];
         for (row, out) in self.rows.clone().zip(out.chunks_exact_mut(self.columns.len().max(1))) {
             let mut value = of_row(row);
@@ -69,7 +69,7 @@ impl MatrixPart {
 
     /// Returns for each column where its group is in those of the columns, and these. A division for each element would take
     /// most of the time.
-    fn groups(&self, size: usize) -> (Vec<usize>, Range<usize>) {
+    pub(super) fn groups(&self, size: usize) -> (Vec<usize>, Range<usize>) {
         let all = groups(&self.columns, size);
         (self.columns.clone().map(|column| column / size - all.start).collect(), all)
     }
@@ -288,70 +288,6 @@ impl MatrixPart {
         }))
     }
 
-    fn affine(
-        &self,
-        weights: &Weights,
-        [codes, scales, biases]: [&StoredTensor; 3],
-        (bits, size): (usize, usize),
-        index: Option<usize>,
-    ) -> Result<Vec<f32>> {
-        let (held, (group_of, of_columns)) = (self.run(weights, codes, bits, index)?, self.groups(size));
-        let of_groups = of_matrix(index, [self.rows.clone(), of_columns.clone()]);
-        let (scale, bias) = (scales.floats(weights, &of_groups)?, biases.floats(weights, &of_groups)?);
-        Ok(self.filled(|row| {
-            let at_row = row - self.rows.start;
-            let (scale, bias) = (&scale[at_row * of_columns.len()..], &bias[at_row * of_columns.len()..]);
-            let (group_of, held) = (&group_of, &held);
-            move |at| {
-                let group = group_of[at];
-                scale[group] * held.code(at_row, at) as f32 + bias[group]
-            }
-        }))
-    }
-
-    fn floats(
-        &self,
-        weights: &Weights,
-        [codes, scales]: [&StoredTensor; 2],
-        (bits, size): (usize, usize),
-        index: Option<usize>,
-    ) -> Result<Vec<f32>> {
-        let (held, (group_of, of_columns)) = (self.run(weights, codes, bits, index)?, self.groups(size));
-        let scale = scales.bytes(weights, &of_matrix(index, [self.rows.clone(), of_columns.clone()]), 1)?;
-        let half_of_scale: fn(u8) -> f32 = match size {
-            NV_BLOCK => |scale| F8E4M3::from_bits(scale).to_f32() / 2.0,
-            _ => half_power_of_2,
-        };
-        let scale: Vec<f32> = scale.into_iter().map(half_of_scale).collect();
-        let twice: Vec<f32> = match bits {
-            4 => E2M1.to_vec(),
-            _ => (0..=u8::MAX).map(|code| 2.0 * F8E4M3::from_bits(code).to_f32()).collect(),
-        };
-        Ok(self.filled(|row| {
-            let at_row = row - self.rows.start;
-            let (scale, held, group_of) = (&scale[at_row * of_columns.len()..], &held, &group_of);
-            let twice = &twice;
-            move |at| twice[held.code(at_row, at) as usize] * scale[group_of[at]]
-        }))
-    }
-
-    /// Returns the codes of a matrix whose rows are one run of bits each.
-    fn run(
-        &self,
-        weights: &Weights,
-        codes: &StoredTensor,
-        bits: usize,
-        index: Option<usize>,
-    ) -> Result<CodeRun> {
-        let words = self.columns.start * bits / WORD..(self.columns.end * bits).div_ceil(WORD);
-        let mut held = codes.words(weights, &of_matrix(index, [self.rows.clone(), words.clone()]))?;
-        // The last code is read with the word behind it, of which it has nothing.
-        held.push(0);
-        let places = self.columns.clone().map(|column| column * bits - words.start * WORD);
-        let places = places.map(|bit| (bit / WORD, bit % WORD)).collect();
-        Ok(CodeRun { held, words: words.len(), places, mask: (1 << bits) - 1 })
-    }
-
     fn four(
         &self,
         weights: &Weights,
@@ -392,32 +328,13 @@ impl NestedScales {
     }
 }
 
-/// Codes of rows and columns, the first one in the lowest bits of the first word. A code may go on in the next word.
-struct CodeRun {
-    held: Vec<u32>,
-    /// The words of a row.
-    words: usize,
-    /// Where the code of each column begins: the word of its row, and the bit.
-    places: Vec<(usize, usize)>,
-    mask: u64,
-}
-
-impl CodeRun {
-    fn code(&self, row: usize, column: usize) -> u32 {
-        let (word, bit) = self.places[column];
-        let at = row * self.words + word;
-        let both = u64::from(self.held[at + 1]) << WORD | u64::from(self.held[at]);
-        (both >> bit & self.mask) as u32
-    }
-}
-
 /// Returns the groups of so many indices in which a range is.
 fn groups(range: &Range<usize>, size: usize) -> Range<usize> {
     range.start / size..range.end.div_ceil(size)
 }
 
 /// Returns a part of a matrix, or of the matrix `index` of several.
-fn of_matrix(index: Option<usize>, part: [Range<usize>; 2]) -> Vec<Range<usize>> {
+pub(super) fn of_matrix(index: Option<usize>, part: [Range<usize>; 2]) -> Vec<Range<usize>> {
     index.map(|at| at..at + 1).into_iter().chain(part).collect()
 }
 
@@ -434,7 +351,7 @@ fn digit(word: u32, nth: usize, bits: usize) -> i32 {
 
 impl StoredTensor {
     /// Returns the bytes of a block, of elements of so many bytes.
-    fn bytes(&self, weights: &Weights, block: &[Range<usize>], size: usize) -> Result<Vec<u8>> {
+    pub(super) fn bytes(&self, weights: &Weights, block: &[Range<usize>], size: usize) -> Result<Vec<u8>> {
         let inside = |(range, &n): (&Range<usize>, &usize)| range.end <= n;
         if block.len() != self.shape.len() || !block.iter().zip(&self.shape).all(inside) {
             let reason = format!(
@@ -472,7 +389,7 @@ impl StoredTensor {
     }
 
     /// Returns words of 32 bits.
-    fn words(&self, weights: &Weights, block: &[Range<usize>]) -> Result<Vec<u32>> {
+    pub(super) fn words(&self, weights: &Weights, block: &[Range<usize>]) -> Result<Vec<u32>> {
         let bytes = self.bytes(weights, block, 4)?;
         Ok(bytes.as_chunks::<4>().0.iter().map(|&bytes| u32::from_le_bytes(bytes)).collect())
     }

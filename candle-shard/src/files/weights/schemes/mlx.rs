@@ -1,8 +1,11 @@
 //! Matrices and stacks of MLX, whose headers say how they are quantized.
+use super::super::gguf::codes::{E2M1, half_power_of_2};
 use super::super::{StoredTensor, Weights};
 use super::Scheme;
+use super::decode::{MatrixPart, NV_BLOCK, WORD, of_matrix};
 use super::layers::is_word;
 use crate::{Error, Result};
+use float8::F8E4M3;
 use itertools::Itertools;
 use serde_json::Value;
 
@@ -97,6 +100,91 @@ impl Weights {
             }
         }
         Ok(())
+    }
+}
+
+impl MatrixPart {
+    pub(super) fn affine(
+        &self,
+        weights: &Weights,
+        [codes, scales, biases]: [&StoredTensor; 3],
+        (bits, size): (usize, usize),
+        index: Option<usize>,
+    ) -> Result<Vec<f32>> {
+        let (held, (group_of, of_columns)) = (self.run(weights, codes, bits, index)?, self.groups(size));
+        let of_groups = of_matrix(index, [self.rows.clone(), of_columns.clone()]);
+        let (scale, bias) = (scales.floats(weights, &of_groups)?, biases.floats(weights, &of_groups)?);
+        Ok(self.filled(|row| {
+            let at_row = row - self.rows.start;
+            let (scale, bias) = (&scale[at_row * of_columns.len()..], &bias[at_row * of_columns.len()..]);
+            let (group_of, held) = (&group_of, &held);
+            move |at| {
+                let group = group_of[at];
+                scale[group] * held.code(at_row, at) as f32 + bias[group]
+            }
+        }))
+    }
+
+    pub(super) fn floats(
+        &self,
+        weights: &Weights,
+        [codes, scales]: [&StoredTensor; 2],
+        (bits, size): (usize, usize),
+        index: Option<usize>,
+    ) -> Result<Vec<f32>> {
+        let (held, (group_of, of_columns)) = (self.run(weights, codes, bits, index)?, self.groups(size));
+        let scale = scales.bytes(weights, &of_matrix(index, [self.rows.clone(), of_columns.clone()]), 1)?;
+        let half_of_scale: fn(u8) -> f32 = match size {
+            NV_BLOCK => |scale| F8E4M3::from_bits(scale).to_f32() / 2.0,
+            _ => half_power_of_2,
+        };
+        let scale: Vec<f32> = scale.into_iter().map(half_of_scale).collect();
+        let twice: Vec<f32> = match bits {
+            4 => E2M1.to_vec(),
+            _ => (0..=u8::MAX).map(|code| 2.0 * F8E4M3::from_bits(code).to_f32()).collect(),
+        };
+        Ok(self.filled(|row| {
+            let at_row = row - self.rows.start;
+            let (scale, held, group_of) = (&scale[at_row * of_columns.len()..], &held, &group_of);
+            let twice = &twice;
+            move |at| twice[held.code(at_row, at) as usize] * scale[group_of[at]]
+        }))
+    }
+
+    /// Returns the codes of a matrix whose rows are one run of bits each.
+    fn run(
+        &self,
+        weights: &Weights,
+        codes: &StoredTensor,
+        bits: usize,
+        index: Option<usize>,
+    ) -> Result<CodeRun> {
+        let words = self.columns.start * bits / WORD..(self.columns.end * bits).div_ceil(WORD);
+        let mut held = codes.words(weights, &of_matrix(index, [self.rows.clone(), words.clone()]))?;
+        // The last code is read with the word behind it, of which it has nothing.
+        held.push(0);
+        let places = self.columns.clone().map(|column| column * bits - words.start * WORD);
+        let places = places.map(|bit| (bit / WORD, bit % WORD)).collect();
+        Ok(CodeRun { held, words: words.len(), places, mask: (1 << bits) - 1 })
+    }
+}
+
+/// Codes of rows and columns, the first one in the lowest bits of the first word. A code may go on in the next word.
+struct CodeRun {
+    held: Vec<u32>,
+    /// The words of a row.
+    words: usize,
+    /// Where the code of each column begins: the word of its row, and the bit.
+    places: Vec<(usize, usize)>,
+    mask: u64,
+}
+
+impl CodeRun {
+    fn code(&self, row: usize, column: usize) -> u32 {
+        let (word, bit) = self.places[column];
+        let at = row * self.words + word;
+        let both = u64::from(self.held[at + 1]) << WORD | u64::from(self.held[at]);
+        (both >> bit & self.mask) as u32
     }
 }
 
