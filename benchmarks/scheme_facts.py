@@ -111,6 +111,18 @@ def compressed(facts):
         facts[name] = {**made, "want": want.float()}
 
 
+def mxfp4(facts):
+    from compressed_tensors.compressors import BaseCompressor
+
+    args = QuantizationArgs(num_bits=4, type="float", strategy="group", group_size=32, symmetric=True, scale_dtype=torch.uint8)
+    w = weight(60)
+    exponents = w.unflatten(1, (-1, 32)).abs().amax(-1).log2().floor() - 2
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format="mxfp4-pack-quantized")
+    compressor = BaseCompressor.get_value_from_registry("mxfp4-pack-quantized")
+    made = compressor.compress({"weight": w, "weight_scale": 2**exponents}, scheme)
+    facts["mxfp4_packed"] = {**made, "want": compressor.decompress(dict(made), scheme)["weight"].float()}
+
+
 def gptq(facts):
     # What the file imports and does not need here.
     for missing in ["transformers", "transformers.pytorch_utils"]:
@@ -169,7 +181,7 @@ def bitsandbytes(facts):
 
 def main():
     facts = {}
-    for add in [fp8, nvfp4, mlx, compressed, gptq, awq, bitsandbytes]:
+    for add in [fp8, nvfp4, mlx, compressed, mxfp4, gptq, awq, bitsandbytes]:
         add(facts)
     tensors = {f"{case}.{name}": value.contiguous().clone() for case, of_case in facts.items() for name, value in of_case.items()}
     save_file(tensors, sys.argv[1])

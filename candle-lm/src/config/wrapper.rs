@@ -123,10 +123,11 @@ const OF_BOTH: [&str; 7] = [
 ];
 
 /// The parts of models that turn images into tokens, by the beginnings of their tensors' names.
-const PARTS_OF_IMAGES: [&str; 8] = [
+const PARTS_OF_IMAGES: [&str; 9] = [
     "audio_tower.",
     "embed_audio.",
     "embed_vision.",
+    "vision_embedder.",
     "vision_model.",
     "vision_tower.",
     "multi_modal_projector.",

@@ -56,6 +56,10 @@ fn cases() -> Vec<(&'static str, Value)> {
             "nvfp4_packed",
             compressed("nvfp4-pack-quantized", json!({"num_bits": 4, "type": "float", "group_size": 16})),
         ),
+        (
+            "mxfp4_packed",
+            compressed("mxfp4-pack-quantized", json!({"num_bits": 4, "type": "float", "group_size": 32})),
+        ),
         ("float_channel", compressed("float-quantized", of_8("float"))),
         ("float_block", compressed("float-quantized", block)),
         ("int_channel", compressed("int-quantized", of_8("int"))),

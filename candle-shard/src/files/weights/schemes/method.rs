@@ -97,12 +97,13 @@ fn group(value: &Value) -> Result<Option<usize>, String> {
 }
 
 fn compressed(config: &Value) -> Result<Method, String> {
-    const KNOWN: [&str; 6] = [
+    const KNOWN: [&str; 7] = [
         "float-quantized",
         "naive-quantized",
         "int-quantized",
         "pack-quantized",
         "nvfp4-pack-quantized",
+        "mxfp4-pack-quantized",
         "dense",
     ];
     let groups: Vec<&Value> =
@@ -110,7 +111,7 @@ fn compressed(config: &Value) -> Result<Method, String> {
     let mut formats =
         groups.iter().map(|group| &group["format"]).chain([&config["format"]]).filter_map(Value::as_str);
     if let Some(format) = formats.find(|format| !KNOWN.contains(format)) {
-        return Err(format!("has the format {format:?}; {} can be read", KNOWN[..5].join(", ")));
+        return Err(format!("has the format {format:?}; {} can be read", KNOWN[..6].join(", ")));
     }
     if config["sparsity_config"]["format"].as_str().is_some_and(|format| format != "dense") {
         return Err("has sparse weights, which cannot be read".into());

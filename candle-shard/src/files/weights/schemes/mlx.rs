@@ -159,19 +159,26 @@ impl MatrixPart {
         bits: usize,
         index: Option<usize>,
     ) -> Result<CodeRun> {
-        let words = self.columns.start * bits / WORD..(self.columns.end * bits).div_ceil(WORD);
-        let mut held = codes.words(weights, &of_matrix(index, [self.rows.clone(), words.clone()]))?;
+        let wide = if codes.dtype == "U8" { 8 } else { WORD };
+        let words = self.columns.start * bits / wide..(self.columns.end * bits).div_ceil(wide);
+        let part = of_matrix(index, [self.rows.clone(), words.clone()]);
+        let mut held = match wide {
+            WORD => codes.words(weights, &part)?,
+            _ => codes.bytes(weights, &part, 1)?.into_iter().map(u32::from).collect(),
+        };
         // The last code is read with the word behind it, of which it has nothing.
         held.push(0);
-        let places = self.columns.clone().map(|column| column * bits - words.start * WORD);
-        let places = places.map(|bit| (bit / WORD, bit % WORD)).collect();
-        Ok(CodeRun { held, words: words.len(), places, mask: (1 << bits) - 1 })
+        let places = self.columns.clone().map(|column| column * bits - words.start * wide);
+        let places = places.map(|bit| (bit / wide, bit % wide)).collect();
+        Ok(CodeRun { held, wide, words: words.len(), places, mask: (1 << bits) - 1 })
     }
 }
 
 /// Codes of rows and columns, the first one in the lowest bits of the first word. A code may go on in the next word.
 struct CodeRun {
     held: Vec<u32>,
+    /// The bits of a word.
+    wide: usize,
     /// The words of a row.
     words: usize,
     /// Where the code of each column begins: the word of its row, and the bit.
@@ -183,7 +190,7 @@ impl CodeRun {
     fn code(&self, row: usize, column: usize) -> u32 {
         let (word, bit) = self.places[column];
         let at = row * self.words + word;
-        let both = u64::from(self.held[at + 1]) << WORD | u64::from(self.held[at]);
+        let both = u64::from(self.held[at + 1]) << self.wide | u64::from(self.held[at]);
         (both >> bit & self.mask) as u32
     }
 }
