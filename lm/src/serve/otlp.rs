@@ -31,6 +31,8 @@ const OF_MESSAGE: usize = 512;
 const PAUSE: Duration = Duration::from_millis(500);
 /// The longest pause before another try, where the collector did not take them.
 const LONGEST_PAUSE: Duration = Duration::from_secs(16);
+/// How long the last spans are sent again and again.
+const LAST: Duration = Duration::from_secs(2);
 /// How often the log tells of spans that are lost.
 const SILENCE: Duration = Duration::from_secs(60);
 /// The path of spans at a collector.
@@ -185,7 +187,13 @@ impl SpanCollector {
                 thread::park_timeout(pause);
             }
             is_over = self.is_over.load(Ordering::Acquire);
-            let failure = self.send_waiting(&agent, url, resource);
+            let began = Instant::now();
+            let mut failure = self.send_waiting(&agent, url, resource);
+            while is_over && !self.ended.lock().is_empty() && began.elapsed() < LAST {
+                // Perhaps the collector is busy for a moment.
+                thread::sleep(PAUSE);
+                failure = self.send_waiting(&agent, url, resource);
+            }
             if is_over {
                 // Nobody sends what is left now.
                 self.counts.drop_some(std::mem::take(&mut *self.ended.lock()).len());

@@ -591,6 +591,14 @@ fn configs_of_older_transformers_say_the_same_of_newer_families() {
         fields.insert(is.into(), value);
     }
     assert_eq!(parsed(&older.to_string()), parsed(&newer.to_string()));
+    // Nemotron 3 says two things in two ways.
+    older["mamba_dt_limit"][1] = json!(1e308);
+    older["norm_eps"] = older["layer_norm_epsilon"].clone();
+    assert_eq!(parsed(&older.to_string()), parsed(&newer.to_string()));
+    older["norm_eps"] = json!(0.25);
+    let said = refused(&older.to_string());
+    assert!(said.contains("norm_eps is 0.25"), "{said}");
+    older["norm_eps"] = json!(null);
     older["mamba_dt_limit"][0] = json!(0.1);
     let said = refused(&older.to_string());
     assert!(said.contains("time_step_limit is"), "{said}");
