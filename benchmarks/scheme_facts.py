@@ -69,13 +69,20 @@ def nvfp4(facts):
 
 
 def mlx(facts):
-    for case, bits, group, kind in [("mlx", 4, 64, torch.bfloat16), ("mlx_eight", 8, 32, torch.float32)]:
+    cases = [("mlx", 4, 64, torch.bfloat16), ("mlx_eight", 8, 32, torch.float32)]
+    cases += [("mlx_three", 3, 64, torch.float16), ("mlx_five", 5, 32, torch.float32), ("mlx_six", 6, 128, torch.bfloat16)]
+    for case, bits, group, kind in cases:
         packed, scales, biases = mx.quantize(mx.array(weight(4).numpy()), group_size=group, bits=bits)
         packed = torch.from_numpy(numpy.array(packed))
         scales, biases = (torch.from_numpy(numpy.array(of)).to(kind) for of in (scales, biases))
         of_floats = [mx.array(of.float().numpy()) for of in (scales, biases)]
         want = mx.dequantize(mx.array(packed.numpy()), *of_floats, group_size=group, bits=bits)
         facts[case] = {"weight": packed, "scales": scales, "biases": biases, "want": torch.from_numpy(numpy.array(want))}
+    for mode in ["mxfp4", "mxfp8", "nvfp4"]:
+        packed, scales = mx.quantize(mx.array(weight(5).numpy()), mode=mode)
+        want = mx.dequantize(packed, scales, mode=mode, dtype=mx.float32)
+        named = {"weight": packed, "scales": scales, "want": want}
+        facts[f"mlx_{mode}"] = {name: torch.from_numpy(numpy.array(value)) for name, value in named.items()}
 
 
 def compressed(facts):
@@ -102,6 +109,18 @@ def compressed(facts):
         made = compressor.compress({"weight": w, "weight_scale": scale.float(), "weight_zero_point": zero}, scheme)
         want = compressor.decompress(made, scheme)["weight"]
         facts[name] = {**made, "want": want.float()}
+
+
+def mxfp4(facts):
+    from compressed_tensors.compressors import BaseCompressor
+
+    args = QuantizationArgs(num_bits=4, type="float", strategy="group", group_size=32, symmetric=True, scale_dtype=torch.uint8)
+    w = weight(60)
+    exponents = w.unflatten(1, (-1, 32)).abs().amax(-1).log2().floor() - 2
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format="mxfp4-pack-quantized")
+    compressor = BaseCompressor.get_value_from_registry("mxfp4-pack-quantized")
+    made = compressor.compress({"weight": w, "weight_scale": 2**exponents}, scheme)
+    facts["mxfp4_packed"] = {**made, "want": compressor.decompress(dict(made), scheme)["weight"].float()}
 
 
 def gptq(facts):
@@ -162,7 +181,7 @@ def bitsandbytes(facts):
 
 def main():
     facts = {}
-    for add in [fp8, nvfp4, mlx, compressed, gptq, awq, bitsandbytes]:
+    for add in [fp8, nvfp4, mlx, compressed, mxfp4, gptq, awq, bitsandbytes]:
         add(facts)
     tensors = {f"{case}.{name}": value.contiguous().clone() for case, of_case in facts.items() for name, value in of_case.items()}
     save_file(tensors, sys.argv[1])

@@ -73,6 +73,7 @@ CASES = {
         "special_tokens_map.json": {"eos_token": "<tool>", "unk_token": "<s>"},
     },
     "extra": {"tokenizer_config.json": CLASS | {"extra_special_tokens": {"image_token": "<tool>"}}},
+    "of the model": {"tokenizer_config.json": CLASS | {"model_specific_special_tokens": {"image_token": "<tool>"}}},
 }
 
 

@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import llama_facts
-from lm_facts import DELTA, DENSE, MIXTURES, MODELS, PROMPT, ROPE, SIZES, WINDOWS, greedy_without_cache
+from lm_facts import DELTA, DENSE, GEMMA4, MIXTURES, MODELS, PROMPT, ROPE, SIZES, WINDOWS, greedy_without_cache
 
 PATH = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "lm" / "wrappers.json"
 IMAGES = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8)
@@ -90,6 +90,17 @@ CASES["exaone 4.5"] = (
     "Exaone4_5_",
     dict(vision_config=dict(QWEN, fullatt_block_indexes=[0]), tie_word_embeddings=False, image_token_id=30, video_token_id=31),
     dict(model_type="exaone4_5_text", **DENSE["exaone4"][1]),
+)
+CASES["gemma4 unified"] = (
+    "Gemma4Unified",
+    dict(
+        vision_config=dict(patch_size=4, pooling_kernel_size=2, mm_embed_dim=32, mm_posemb_size=8, output_proj_dims=32),
+        audio_config=dict(audio_embed_dim=8), tie_word_embeddings=True,
+    ),
+    {
+        **{name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"},
+        "num_global_key_value_heads": 2, "attention_k_eq_v": True, "final_logit_softcapping": 3.0,
+    },
 )
 CASES["lfm2 vl"] = (
     "Lfm2Vl",

@@ -1,5 +1,6 @@
 //! A BERT encoder for sentence embeddings, cut over ranks by heads and by columns of the feed-forward layers.
 
+use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -10,6 +11,7 @@ use candle_shard::nn::{Embedding, FusedQkv, Heads, LayerNorm, Linear, MeshVarBui
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{AttentionMask, DTensor, Placements, Replicate, Weights, regular};
 use serde::Deserialize;
+use serde_json::{Map, Value};
 use wildmatch::WildMatch;
 
 /// The sizes of a `config.json`.
@@ -74,12 +76,35 @@ impl EncoderConfig {
             heads > 0 && hidden_size.is_multiple_of(heads),
             "num_attention_heads {heads} does not divide hidden_size {hidden_size}"
         );
+        check_pooling(folder)?;
         Ok(config)
     }
 
     fn heads(&self) -> Heads {
         let count = self.num_attention_heads;
         Heads { query: count, key_value: count, dim: self.hidden_size / count }
+    }
+}
+
+/// Checks that embeddings are means of the last hidden states, where the files say what they are.
+fn check_pooling(folder: &Path) -> Result<()> {
+    let path = folder.join("1_Pooling").join("config.json");
+    let text = match regular::read_text(&path, regular::CONFIG) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        text => text.with_context(|| format!("{}", path.display()))?,
+    };
+    let said: Map<String, Value> =
+        serde_json::from_str(&text).with_context(|| format!("{}", path.display()))?;
+    let is_other = |(name, value): &(&String, &Value)| match name.as_str() {
+        "pooling_mode" => *value != "mean",
+        "pooling_mode_mean_tokens" => **value != Value::Bool(true),
+        name => name.starts_with("pooling_mode_") && **value != Value::Bool(false),
+    };
+    match said.iter().find(is_other) {
+        None => Ok(()),
+        Some((name, value)) => {
+            bail!("{}: {name} is {value}, and only means of tokens are supported", path.display())
+        }
     }
 }
 

@@ -26,8 +26,9 @@ pub(crate) struct SpecialTokens {
 pub(crate) const NAMES: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"];
 
-/// The lists of special tokens without a name.
-const OTHERS: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
+/// The lists of special tokens without a name, or with one that a model has alone.
+const OTHERS: [&str; 3] =
+    ["additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"];
 
 pub(crate) const CONFIG: &str = "tokenizer_config.json";
 const MAP: &str = "special_tokens_map.json";

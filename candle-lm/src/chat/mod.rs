@@ -16,7 +16,7 @@ use tokenizers::Tokenizer;
 pub(crate) use jinja::ROLES;
 use jinja::{TemplateOutput, Text};
 pub use script::Script;
-pub(super) use source::{FOR_TOOLS, TEMPLATE, absent, in_folder, in_metadata, tokens};
+pub(super) use source::{FOR_TOOLS, TEMPLATE, TOOL_USE, absent, in_folder, in_metadata, tokens};
 
 use crate::error::InputError;
 

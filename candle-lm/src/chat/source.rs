@@ -14,6 +14,8 @@ use crate::special_tokens::{self, CONFIG, SpecialTokens};
 
 const JINJA: &str = "chat_template.jinja";
 const JSON: &str = "chat_template.json";
+/// Beside the first one, that of conversations with tools.
+pub(crate) const TOOL_USE: &str = "additional_chat_templates/tool_use.jinja";
 /// The keys of the template in GGUF files, and of another one for conversations with tools.
 pub(crate) const TEMPLATE: &str = "tokenizer.chat_template";
 pub(crate) const FOR_TOOLS: &str = "tokenizer.chat_template.tool_use";
@@ -26,7 +28,7 @@ const IDS: [(&str, &str); 4] = [
     ("pad_token", "tokenizer.ggml.padding_token_id"),
 ];
 
-/// Returns the template of the model in a folder: `chat_template.jinja`, else that of `tokenizer_config.json`, else that of
+/// Returns the template of the model in a folder: `chat_template.jinja`, perhaps with another one for tools, else that of `tokenizer_config.json`, else that of
 /// `chat_template.json`, which some models for images have alone; `None` without any.
 ///
 /// # Errors
@@ -40,7 +42,12 @@ pub(crate) fn in_folder(folder: &Path) -> Result<Option<ChatTemplate>> {
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         source => {
             let origin = jinja.display().to_string();
-            return ChatTemplate::new(&source.with_context(|| origin.clone())?, &origin, tokens).map(Some);
+            let template = ChatTemplate::new(&source.with_context(|| origin.clone())?, &origin, tokens)?;
+            let for_tools = match regular::read_text(folder.join(TOOL_USE), regular::CONFIG) {
+                Err(error) if error.kind() == ErrorKind::NotFound => None,
+                source => Some(source.with_context(|| folder.join(TOOL_USE).display().to_string())?),
+            };
+            return template.with_tool_use(for_tools).map(Some);
         }
     }
     let (origin, fields) = match fields.get("chat_template") {

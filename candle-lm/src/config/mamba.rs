@@ -185,7 +185,9 @@ impl Fields {
     /// Checks that steps have no other limits than 0 and infinity.
     pub(super) fn steps_without_limits(&self) -> Result<()> {
         let Some(limits) = self.get("time_step_limit") else { return Ok(()) };
-        let is_infinite = |value: &Value| value["__float__"] == "Infinity";
+        // Some files have the largest number there is, in 64 bits.
+        let is_largest = |value: &Value| value.as_f64().is_some_and(|number| number >= f64::from(f32::MAX));
+        let is_infinite = |value: &Value| value["__float__"] == "Infinity" || is_largest(value);
         let is_plain = match limits.as_array().map(Vec::as_slice) {
             Some([low, high]) => low.as_f64() == Some(0.0) && is_infinite(high),
             _ => false,

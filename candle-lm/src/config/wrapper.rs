@@ -13,7 +13,7 @@ struct Wrapper {
     families: &'static [&'static str],
 }
 
-const WRAPPERS: [Wrapper; 13] = [
+const WRAPPERS: [Wrapper; 14] = [
     Wrapper {
         model_type: "gemma3",
         architecture: "Gemma3ForConditionalGeneration",
@@ -22,6 +22,11 @@ const WRAPPERS: [Wrapper; 13] = [
     Wrapper {
         model_type: "gemma4",
         architecture: "Gemma4ForConditionalGeneration",
+        families: &["gemma4_text"],
+    },
+    Wrapper {
+        model_type: "gemma4_unified",
+        architecture: "Gemma4UnifiedForConditionalGeneration",
         families: &["gemma4_text"],
     },
     Wrapper {
@@ -118,10 +123,11 @@ const OF_BOTH: [&str; 7] = [
 ];
 
 /// The parts of models that turn images into tokens, by the beginnings of their tensors' names.
-const PARTS_OF_IMAGES: [&str; 8] = [
+const PARTS_OF_IMAGES: [&str; 9] = [
     "audio_tower.",
     "embed_audio.",
     "embed_vision.",
+    "vision_embedder.",
     "vision_model.",
     "vision_tower.",
     "multi_modal_projector.",
@@ -194,6 +200,8 @@ pub(super) fn unwrapped(mut fields: Map<String, Value>) -> Result<(Map<String, V
             "rms_norm_eps": 1e-6,
             "vocab_size": 262_208,
         }),
+        // Its text has no embeddings of layers.
+        "gemma4_unified" => json!({"hidden_size_per_layer_input": 0, "sliding_window": 1024}),
         "qwen2_vl" | "qwen2_5_vl" if !has_base => json!({"max_window_layers": 80, "rope_theta": 1_000_000.0}),
         "qwen2_vl" | "qwen2_5_vl" => json!({"max_window_layers": 80}),
         "qwen3_vl" | "qwen3_vl_moe" if !has_base => json!({"rope_theta": 500_000.0}),

@@ -34,7 +34,9 @@ pub(super) fn check(
     for name in NEEDED.into_iter().chain(OPTIONAL).chain([INDEX]) {
         let path = folder.join(name);
         if path.is_file() {
-            fs::copy(&path, outline.path().join(name)).with_context(|| format!("{}", path.display()))?;
+            let copy = outline.path().join(name);
+            let folder = copy.parent().map_or(Ok(()), fs::create_dir_all);
+            folder.and_then(|()| fs::copy(&path, &copy)).with_context(|| format!("{}", path.display()))?;
         }
     }
     for file in weights {

@@ -14,17 +14,19 @@ use serde_json::Value;
 use super::digest::Digest;
 use super::server::{ByteRange, FileResponse, Reply, Server};
 use super::{Download, Hub, HubName, Snapshot, is_word, lock, outline};
+use crate::chat::TOOL_USE;
 use crate::config::Config;
 
 /// The files of a folder that a model needs.
 pub(super) const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
 /// Those that it may have.
-pub(super) const OPTIONAL: [&str; 7] = [
+pub(super) const OPTIONAL: [&str; 8] = [
     "generation_config.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    TOOL_USE,
     "chat_template.json",
     "hf_quant_config.json",
 ];

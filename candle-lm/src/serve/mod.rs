@@ -1,5 +1,7 @@
 #![doc = include_str!("README.md")]
 
+mod encode;
+mod guard;
 mod order;
 mod queue;
 mod request;
@@ -10,6 +12,7 @@ mod stream;
 mod text;
 
 // A front may be tested with an engine of its own.
+pub use encode::{EncoderOptions, serve_encoder};
 #[doc(hidden)]
 pub use queue::WaitingRequest;
 pub use queue::{QueueLimits, RequestQueue, ServeStatus, SubmitError};

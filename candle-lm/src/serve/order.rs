@@ -11,6 +11,8 @@ use crate::step::DecodeStep;
 pub(super) enum RankOrder {
     /// A pass of the model: the step of each replica, which may have nothing to do.
     Compute(Vec<DecodeStep>),
+    /// The embeddings of texts, by an encoder.
+    Embed(Vec<Vec<u32>>),
     /// Nothing, and to wait on: no call of a group lasts longer than its timeout.
     Wait,
     /// To end.
@@ -24,6 +26,7 @@ const WORDS: usize = 256;
 const WAIT: u32 = 0;
 const END: u32 = 1;
 const COMPUTE: u32 = 2;
+const EMBED: u32 = 3;
 
 impl RankOrder {
     /// Brings the order of rank 0 to all ranks; others give `None`. Every rank calls it.
@@ -54,30 +57,34 @@ impl RankOrder {
         Self::of_words(&words).context("an order of rank 0 that is none: do all ranks run the same program?")
     }
 
-    /// The order as numbers: how many there are, what it is, and each step with how many it has.
+    /// The order as numbers: how many there are, what it is, and each step or text with how many it has.
     fn words(&self) -> Vec<u32> {
+        let counted = |words: &[u32]| [&[words.len() as u32], words].concat();
         let (kind, rest) = match self {
             Self::Wait => (WAIT, Vec::new()),
             Self::End => (END, Vec::new()),
-            Self::Compute(steps) => {
-                let counted = |words: Vec<u32>| [&[words.len() as u32], &words[..]].concat();
-                (COMPUTE, steps.iter().flat_map(|step| counted(step.words())).collect())
-            }
+            Self::Compute(steps) => (COMPUTE, steps.iter().flat_map(|step| counted(&step.words())).collect()),
+            Self::Embed(texts) => (EMBED, texts.iter().flat_map(|text| counted(text)).collect()),
         };
         [&[2 + rest.len() as u32, kind], &rest[..]].concat()
     }
 
     fn of_words(words: &[u32]) -> Option<Self> {
-        match words.split_at_checked(2)? {
-            ([_, COMPUTE], mut rest) => {
-                let mut steps = Vec::new();
-                while let Some((&count, more)) = rest.split_first() {
-                    let (step, others) = more.split_at_checked(count as usize)?;
-                    steps.push(DecodeStep::of_words(step)?);
-                    rest = others;
-                }
-                Some(Self::Compute(steps))
+        let parts = |mut rest: &[u32]| {
+            let mut parts = Vec::new();
+            while let Some((&count, more)) = rest.split_first() {
+                let (part, others) = more.split_at_checked(count as usize)?;
+                parts.push(part.to_vec());
+                rest = others;
             }
+            Some(parts)
+        };
+        match words.split_at_checked(2)? {
+            ([_, COMPUTE], rest) => {
+                let steps = parts(rest)?.iter().map(|step| DecodeStep::of_words(step)).collect::<Option<_>>();
+                steps.map(Self::Compute)
+            }
+            ([_, EMBED], rest) => parts(rest).map(Self::Embed),
             ([_, WAIT], []) => Some(Self::Wait),
             ([_, END], []) => Some(Self::End),
             _ => None,
@@ -106,6 +113,7 @@ mod tests {
             step.push_behind(3, SlotPast::Nothing, &vec![u32::MAX; tokens], 1, RowAdapters::One(7));
             orders.push(RankOrder::Compute(vec![step.clone()]));
             orders.push(RankOrder::Compute(vec![step.clone(), DecodeStep::default(), step]));
+            orders.push(RankOrder::Embed(vec![vec![u32::MAX; tokens], Vec::new(), vec![1]]));
         }
         let got = World::threads(2).run(|ctx| -> anyhow::Result<Vec<RankOrder>> {
             orders

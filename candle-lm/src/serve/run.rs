@@ -2,16 +2,15 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Tensor};
-use candle_dist::{ProcessGroup, RankContext};
+use candle_dist::RankContext;
 use candle_shard::nn::Adapter;
 use serde::{Deserialize, Serialize};
 
+use super::guard::{NO_QUEUE, guarded};
 use super::order::RankOrder;
 use super::queue::{QueueMode, RequestQueue, ServeStatus};
 use super::request::{RequestError, ServeRequest, TokenMask};
@@ -26,9 +25,6 @@ use crate::generate::Stop;
 use crate::memory;
 use crate::scheduler::{CacheBudget, PassPlan, Scheduler};
 use crate::step::DecodeStep;
-
-/// How often rank 0 looks whether the world has failed.
-const TICK: Duration = Duration::from_millis(10);
 
 /// How a model serves.
 #[derive(Clone, Debug)]
@@ -175,64 +171,7 @@ pub fn serve(
     options: &ServeOptions,
     queue: Option<&RequestQueue>,
 ) -> Result<ServeReport> {
-    let ends = ClosingQueue(queue.filter(|_| ctx.rank() == 0));
-    let mut report = ServeReport::default();
-    let is_over = AtomicBool::new(false);
-    let served = thread::scope(|scope| {
-        let _over = OverAtEnd(&is_over);
-        if let Some(queue) = ends.0.filter(|_| ctx.world_size() > 1) {
-            let group = ctx.group().clone();
-            let is_over = &is_over;
-            thread::Builder::new()
-                .name("world watch".into())
-                .spawn_scoped(scope, move || watch(&group, queue, is_over))?;
-        }
-        begin(ctx, stages, files, options, &ends, &mut report)
-    });
-    match &served {
-        Ok(()) => ends.close(RequestError::Stopped),
-        Err(error) => ends.close(RequestError::World(format!("{error:#}").into())),
-    }
-    served.map(|()| report)
-}
-
-/// Ends all requests as soon as the world has failed: rank 0 may be computing, and a launcher may end it soon.
-fn watch(group: &ProcessGroup, queue: &RequestQueue, is_over: &AtomicBool) {
-    while !is_over.load(Ordering::Acquire) {
-        if let Some(failure) = group.failure() {
-            queue.close(RequestError::World(failure.to_string().into()));
-            return;
-        }
-        thread::sleep(TICK);
-    }
-}
-
-/// Ends the watch when it is dropped.
-struct OverAtEnd<'a>(&'a AtomicBool);
-
-impl Drop for OverAtEnd<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Release);
-    }
-}
-
-/// The queue of rank 0, which is closed whatever happens to the rank.
-struct ClosingQueue<'a>(Option<&'a RequestQueue>);
-
-impl ClosingQueue<'_> {
-    fn close(&self, error: RequestError) {
-        if let Some(queue) = self.0 {
-            queue.close(error);
-        }
-    }
-}
-
-impl Drop for ClosingQueue<'_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.close(RequestError::World("rank 0 panicked".into()));
-        }
-    }
+    guarded(ctx, queue, |ends, report| begin(ctx, stages, files, options, ends, report))
 }
 
 fn begin(
@@ -240,7 +179,7 @@ fn begin(
     stages: usize,
     files: &Files,
     options: &ServeOptions,
-    queue: &ClosingQueue<'_>,
+    queue: Option<&RequestQueue>,
     report: &mut ServeReport,
 ) -> Result<()> {
     let config = &files.config;
@@ -265,7 +204,7 @@ fn begin(
     if ctx.rank() > 0 {
         return follow(ctx, &mut engine, report);
     }
-    let queue = queue.0.context("rank 0 gives the queue of requests")?;
+    let queue = queue.context(NO_QUEUE)?;
     let status = ServeStatus {
         room: Some(room),
         slots: slots * dp,
@@ -304,6 +243,9 @@ fn follow(ctx: &RankContext, engine: &mut Engine, report: &mut ServeReport) -> R
         match RankOrder::broadcast(None, ctx.group())? {
             RankOrder::End => return Ok(()),
             RankOrder::Wait => {}
+            RankOrder::Embed(_) => {
+                bail!("an order of rank 0 for an encoder: do all ranks serve the same model?")
+            }
             RankOrder::Compute(steps) => {
                 let began = Instant::now();
                 engine.step_of_each(&steps)?;

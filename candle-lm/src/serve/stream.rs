@@ -39,6 +39,8 @@ pub enum TokenEvent {
         /// Its log-probability.
         logprob: TokenLogprob,
     },
+    /// The embedding of the prompt, which an encoder gives. Nothing comes behind it.
+    Embedded(Vec<f32>),
     /// The text has ended. Nothing comes behind it.
     Ended(Stop),
     /// The request has failed, alone or with all others. Nothing comes behind it.
@@ -47,7 +49,7 @@ pub enum TokenEvent {
 
 impl TokenEvent {
     fn is_last(&self) -> bool {
-        matches!(self, Self::Ended(_) | Self::Failed(_))
+        matches!(self, Self::Embedded(_) | Self::Ended(_) | Self::Failed(_))
     }
 }
 
@@ -75,7 +77,7 @@ pub struct EventSender(Arc<SharedMailbox>);
 
 /// What happens to one request. The next pass cancels a request whose stream was dropped.
 ///
-/// The last event is one of [`TokenEvent::Ended`] and [`TokenEvent::Failed`]. The engine never waits for a
+/// The last event is one of [`TokenEvent::Ended`], [`TokenEvent::Embedded`] and [`TokenEvent::Failed`]. The engine never waits for a
 /// reader: events wait here, and there are no more of them than the tokens that were asked for, and two.
 #[derive(Debug)]
 pub struct RequestStream(Arc<SharedMailbox>);

@@ -37,11 +37,28 @@ fn cases() -> Vec<(&'static str, Value)> {
                 "other": {"bits": 8, "group_size": 32},
             }),
         ),
+        ("mlx_three", json!({"bits": 3, "group_size": 64})),
+        ("mlx_five", json!({"bits": 5, "group_size": 32, "quant_method": "mlx"})),
+        ("mlx_six", json!({"bits": 6, "group_size": 128})),
+        (
+            "mlx_mxfp4",
+            json!({"bits": 4, "group_size": 32, "mode": "mxfp4", "lm_head": {"bits": 8, "group_size": 64}}),
+        ),
+        ("mlx_nvfp4", json!({"bits": 4, "group_size": 16, "mode": "nvfp4"})),
+        (
+            "mlx_nvfp4",
+            json!({"bits": 4, "group_size": 64, "layer": {"mode": "nvfp4"}, "other": {"bits": 4, "group_size": 16, "mode": "nvfp4"}}),
+        ),
+        ("mlx_mxfp8", json!({"bits": 8, "group_size": 32, "mode": "mxfp8"})),
         ("float_channel", json!({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})),
         ("nvfp4", json!({"quant_method": "modelopt", "quant_algo": "NVFP4"})),
         (
             "nvfp4_packed",
             compressed("nvfp4-pack-quantized", json!({"num_bits": 4, "type": "float", "group_size": 16})),
+        ),
+        (
+            "mxfp4_packed",
+            compressed("mxfp4-pack-quantized", json!({"num_bits": 4, "type": "float", "group_size": 32})),
         ),
         ("float_channel", compressed("float-quantized", of_8("float"))),
         ("float_block", compressed("float-quantized", block)),
@@ -232,6 +249,41 @@ fn stacked_codes_of_mlx_are_matrices_one_behind_another() {
             said.contains(&format!("[3, 5, {words}]")) && said.contains(&format!("[3, 5, {groups}]")),
             "{said}"
         );
+    }
+}
+
+#[test]
+fn stacked_floats_of_mlx_are_matrices_one_behind_another() {
+    let folder = Scratch::new("mlx-float-stacks");
+    let (alone, path) = (folder.path("one.safetensors"), folder.path("w.safetensors"));
+    for mode in ["mxfp4", "mxfp8", "nvfp4"] {
+        let want = write(&format!("mlx_{mode}"), &alone);
+        let bytes = std::fs::read(&alone).unwrap();
+        let one = SafeTensors::deserialize(&bytes).unwrap();
+        let twice = |name: &str| {
+            let view = one.tensor(&format!("layer.{name}")).unwrap();
+            (view.dtype(), [&[2], view.shape()].concat(), view.data().repeat(2))
+        };
+        let parts = ["weight", "scales"].map(|name| (format!("experts.up.{name}"), twice(name)));
+        let size = parts.iter().map(|(_, (_, _, bytes))| bytes.len() as u64).sum::<u64>();
+        let views = parts.iter().map(|(name, (dtype, shape, bytes))| {
+            (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+        });
+        safetensors::serialize_to_file(views, None, &path).unwrap();
+        let config = json!({"bits": 4, "group_size": 64, "model.experts.up": {"mode": mode}});
+        let weights = Weights::open(&path).unwrap().dequantize(&config).unwrap();
+        let name = "experts.up.weight";
+        assert_eq!(weights.shape(name).unwrap(), [2, 32, 128]);
+        assert_eq!(weights.stored_as(name).unwrap(), ("U32", size));
+        let read = weights.read_block(name, &[0..2, 3..30, 7..90], &Device::Cpu).unwrap();
+        let part = block_of(&want, [3..30, 7..90]);
+        assert_eq!(read.to_vec3::<f32>().unwrap(), [part.clone(), part], "{mode}");
+        // Another mode has other groups, and whole numbers have biases.
+        for other in ["mxfp4", "mxfp8", "nvfp4", "affine"].into_iter().filter(|other| *other != mode) {
+            let config = json!({"bits": 4, "group_size": 48, "mode": other});
+            let said = Weights::open(&path).unwrap().dequantize(&config).unwrap_err().to_string();
+            assert!(said.contains("experts.up"), "{mode} {other}: {said}");
+        }
     }
 }
 

@@ -30,6 +30,8 @@ impl ApiKeys {
         let text = regular::read_text(path, regular::CONFIG)
             .with_context(|| format!("--api-key-file {}", path.display()))?;
         let mut keys = Self::default();
+        // Some editors begin a file with a mark of its encoding.
+        let text = text.trim_start_matches('\u{feff}');
         for (number, line) in text.lines().map(str::trim).enumerate() {
             if line.is_empty() || line.starts_with('#') {
                 continue;
@@ -163,6 +165,17 @@ mod tests {
         ] {
             assert!(!is_loopback(host), "{host}");
         }
+    }
+
+    #[test]
+    fn files_of_keys_are_read_as_editors_write_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("keys");
+        std::fs::write(&path, "\u{feff}sk-one-one\r\n# none\r\n\r\nname: sk-two:two \r\n").unwrap();
+        let keys = ApiKeys::read(&path).unwrap();
+        assert_eq!(keys.name(b"sk-one-one").unwrap().0, "line 1");
+        assert_eq!(keys.name(b"sk-two:two").unwrap().0, "name");
+        assert_eq!(keys.name(b""), None);
     }
 
     #[test]

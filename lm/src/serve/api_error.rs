@@ -149,6 +149,15 @@ impl ApiError {
         )
     }
 
+    /// The body is compressed, for example.
+    pub(super) fn encoded() -> Self {
+        Self::new(
+            StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            INVALID,
+            "The body has a Content-Encoding, and is read as it is: send plain JSON.",
+        )
+    }
+
     /// The body has more bytes than the server reads.
     pub(super) fn too_large(most: usize) -> Self {
         Self {

@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use axum::http::Uri;
 use clap::Args;
 use examples::cli::{Checked, require};
 
@@ -107,7 +108,13 @@ impl ServeArgs {
             "--load-every {} is longer than a day: give 10, or 0 for no lines.",
             self.load_every
         );
-        let is_url = |url: &String| url.starts_with("http://") || url.starts_with("https://");
+        let is_url = |url: &String| {
+            let known = ["http", "https"];
+            url.parse::<Uri>().is_ok_and(|url| {
+                known.contains(&url.scheme_str().unwrap_or_default())
+                    && url.host().is_some_and(|host| !host.is_empty())
+            })
+        };
         require!(
             self.otlp.as_ref().is_none_or(is_url),
             "--otlp {} is no address of a collector: give for example http://127.0.0.1:4318.",

@@ -419,6 +419,12 @@ fn past_call(call: &Value) -> Option<Value> {
     Some(call)
 }
 
+/// What a text must look like where no function can be called.
+pub(super) fn grammar_of_text(fields: &Fields, context: &RequestContext<'_>) -> ApiResult<Option<Grammar>> {
+    let none = Tools { all: Arc::default(), form: CallForm::None, calls_once: false };
+    grammar(fields, &none, context)
+}
+
 /// What the reply must look like.
 fn grammar(fields: &Fields, tools: &Tools, context: &RequestContext<'_>) -> ApiResult<Option<Grammar>> {
     const NAME: &str = "response_format";

@@ -152,7 +152,8 @@ impl Choice {
                     self.events = None;
                     return Poll::Ready(Err(error));
                 }
-                None => {
+                // A text has no embedding.
+                Some(TokenEvent::Embedded(_)) | None => {
                     self.events = None;
                     return Poll::Ready(Err(RequestError::Stopped));
                 }

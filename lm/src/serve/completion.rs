@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::answer::{AnswerKind, AnswerPlan};
 use super::api_error::{ApiError, ApiResult};
+use super::chat;
 use super::choice::ChoicePlan;
 use super::fields::{self, Fields, wrong};
 use super::parameters::{Parameters, tail};
@@ -18,6 +19,7 @@ const MOST: usize = 16;
 pub(super) fn plan(mut fields: Fields, context: &RequestContext<'_>) -> ApiResult<AnswerPlan> {
     const NAME: &str = "prompt";
     fields.refuse(&["suffix"], "text in the middle is not written")?;
+    fields.refuse(&["messages", "tools"], "a text has none: use /v1/chat/completions")?;
     let logprobs = match fields.get("logprobs") {
         Some(Value::Bool(false)) => None,
         Some(Value::Bool(true)) => Some(1),
@@ -34,6 +36,7 @@ pub(super) fn plan(mut fields: Fields, context: &RequestContext<'_>) -> ApiResul
         ));
     }
     let echoes = fields.flag("echo")?.unwrap_or(false);
+    let grammar = chat::grammar_of_text(&fields, context)?;
     let prompts = prompts(&mut fields, context)?;
     let texts = prompts.len().saturating_mul(parameters.count);
     if texts > context.limits.texts {
@@ -60,6 +63,7 @@ pub(super) fn plan(mut fields: Fields, context: &RequestContext<'_>) -> ApiResul
         for _ in 0..parameters.count {
             let mut request = parameters.request(prompt.clone(), most.min(room), choices.len());
             request.prompt_logprobs = echoes && logprobs.is_some();
+            request.constraint = grammar.as_ref().map(|grammar| Box::new(grammar.fork()) as _);
             choices.push(ChoicePlan {
                 request,
                 form: ReplyForm::default(),

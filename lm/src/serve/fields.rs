@@ -114,7 +114,8 @@ fn whole(value: &Value) -> Option<i128> {
     number.or_else(|| float().map(|number| number as i128))
 }
 
-fn is_empty(value: &Value) -> bool {
+/// Whether a value says that nothing is to be done.
+pub(super) fn is_empty(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
         Value::String(text) => text.is_empty(),

@@ -15,6 +15,7 @@ use tokio::time::{Instant, sleep};
 use super::access::Access;
 use super::connection;
 use super::model::ServedModel;
+use super::otlp::SpanCounts;
 use super::parameters::ServeLimits;
 use super::routes::{self, FrontState};
 
@@ -31,6 +32,8 @@ pub struct FrontOptions {
     pub drain: Duration,
     /// Whether each request has a line in the log.
     pub logs: bool,
+    /// What becomes of spans, if a collector gets them.
+    pub spans: Option<Arc<SpanCounts>>,
 }
 
 /// The most bodies that wait to be read.

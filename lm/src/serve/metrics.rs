@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use tracing::{Span, field, info_span};
 
 use super::choice::Choice;
+use super::otlp::SpanCounts;
 
 /// The bounds of the times of requests, in seconds.
 const SECONDS: &[f64] = &[
@@ -110,7 +111,12 @@ impl Metrics {
     }
 
     /// The text that Prometheus reads, of a model of these names.
-    pub(super) fn text<'a>(&self, names: impl Iterator<Item = &'a str>, status: &ServeStatus) -> String {
+    pub(super) fn text<'a>(
+        &self,
+        names: impl Iterator<Item = &'a str>,
+        status: &ServeStatus,
+        spans: Option<&SpanCounts>,
+    ) -> String {
         let labels: Vec<String> = names
             .map(|name| {
                 let escaped = name.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
@@ -138,7 +144,7 @@ impl Metrics {
             head(&mut text, name, "gauge", help);
             writeln!(text, "{name}{{{label}}} {value}").ok();
         }
-        let of_engine: [MetricRow<u64>; 4] = [
+        let of_engine: Vec<MetricRow<u64>> = vec![
             (
                 "vllm:prefix_cache_queries_total",
                 "Tokens of prompts that were looked for in the cache.",
@@ -156,7 +162,17 @@ impl Metrics {
             ),
             ("lm:passes_total", "Passes of the model.", status.passes),
         ];
-        for (name, help, value) in of_engine {
+        let of_spans = spans.map(|spans| {
+            [
+                ("lm:otlp_spans_sent_total", "Spans that the collector has taken.", spans.sent()),
+                (
+                    "lm:otlp_spans_dropped_total",
+                    "Spans that it has not taken and never will.",
+                    spans.dropped(),
+                ),
+            ]
+        });
+        for (name, help, value) in of_engine.into_iter().chain(of_spans.into_iter().flatten()) {
             head(&mut text, name, "counter", help);
             writeln!(text, "{name}{{{label}}} {value}").ok();
         }
@@ -283,6 +299,13 @@ impl RequestRecord {
     /// Begins with texts of so many tokens of prompts, by the model or by it with an adapter.
     pub(super) fn begin(&mut self, prompt_tokens: usize, adapter: Option<usize>) {
         (self.prompt_tokens, self.adapter) = (prompt_tokens, adapter);
+    }
+
+    /// A text without choices, of which there may be more in the request, left the queue then.
+    pub(super) fn admit(&mut self, admitted: Instant) {
+        let queue = admitted.saturating_duration_since(self.arrival);
+        self.queue.get_or_insert(queue);
+        self.metrics.change(self.adapter, |numbers| numbers.queue.observe(queue));
     }
 
     /// Counts what has happened to a choice since.

@@ -37,6 +37,8 @@ pub struct ServedModel {
     /// Special tokens that mean something in a reply, with their letters, which a tokenizer leaves out of texts.
     pub(super) markers: BTreeMap<u32, String>,
     pub(super) grammars: Grammars,
+    /// The numbers of an embedding, of a model that writes no texts.
+    pub(super) embedding: Option<usize>,
 }
 
 /// What a reply may have of special tokens that say how it is to be read.
@@ -75,6 +77,23 @@ impl ServedModel {
         Self { adapters, ..self }
     }
 
+    /// The model as an encoder, whose embeddings have so many numbers.
+    pub fn with_embeddings(self, width: usize) -> Self {
+        Self { embedding: Some(width), ..self }
+    }
+
+    /// The tokens of a text as the model reads it.
+    ///
+    /// # Errors
+    /// Those of the tokenizer.
+    pub(super) fn tokens(&self, text: &str) -> Result<Vec<u32>> {
+        match self.embedding {
+            Some(_) => tokens::encode(&self.tokenizer, text),
+            // What ends a text is not in front of more.
+            None => tokens::encode_prompt(&self.tokenizer, text),
+        }
+    }
+
     /// What clients call the model, and the model with each adapter.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         std::iter::once(&self.name).chain(&self.adapters).map(String::as_str)
@@ -107,6 +126,7 @@ impl ServedModel {
             grammars: Grammars::new(&texts, vocab_size, ends),
             tokenizer,
             plain: OnceLock::new(),
+            embedding: None,
             template,
             vocab_size,
             texts,

@@ -6,9 +6,9 @@
 use std::collections::HashMap;
 use std::fmt::Debug;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 use examples::cli;
@@ -25,13 +25,46 @@ use super::parameters::random;
 
 /// The most spans that wait for the collector.
 const WAITING: usize = 8192;
+/// The most spans of a message.
+const OF_MESSAGE: usize = 512;
 /// How often they are sent.
 const PAUSE: Duration = Duration::from_millis(500);
+/// The longest pause before another try, where the collector did not take them.
+const LONGEST_PAUSE: Duration = Duration::from_secs(16);
+/// How long the last spans are sent again and again.
+const LAST: Duration = Duration::from_secs(2);
+/// How often the log tells of spans that are lost.
+const SILENCE: Duration = Duration::from_secs(60);
+/// The path of spans at a collector.
+const PATH: &str = "/v1/traces";
 /// The kinds of spans in OTLP.
 const INTERNAL: u8 = 1;
 const SERVER: u8 = 2;
 /// How long a message may take.
 const LIMIT: Duration = Duration::from_secs(5);
+
+/// How many spans reached the collector, and how many were lost.
+#[derive(Debug, Default)]
+pub struct SpanCounts {
+    sent: AtomicU64,
+    dropped: AtomicU64,
+}
+
+impl SpanCounts {
+    /// Those that the collector has taken.
+    pub(super) fn sent(&self) -> u64 {
+        self.sent.load(Ordering::Relaxed)
+    }
+
+    /// Those for which there was no room, or that the collector refused.
+    pub(super) fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+
+    fn drop_some(&self, count: usize) {
+        self.dropped.fetch_add(count as u64, Ordering::Relaxed);
+    }
+}
 
 /// The thread that sends the spans of the process.
 #[derive(Debug)]
@@ -48,7 +81,8 @@ impl SpanExporter {
     pub(super) fn start(url: &str, model: &str) -> Result<Self> {
         let spans = Arc::new(SpanCollector::default());
         set_global_default(spans.clone()).context("--otlp: the spans of this process go elsewhere")?;
-        let url = format!("{}/v1/traces", url.trim_end_matches('/'));
+        let base = url.trim_end_matches('/');
+        let url = format!("{}{PATH}", base.strip_suffix(PATH).unwrap_or(base));
         let texts = [("service.name", "lm serve"), ("gen_ai.request.model", model)];
         let resource =
             json!({"attributes": texts.map(|(key, text)| attribute(key, json!({"stringValue": text})))});
@@ -56,6 +90,11 @@ impl SpanExporter {
         let thread =
             thread::Builder::new().name("lm otlp".into()).spawn(move || own.send_all(&url, &resource))?;
         Ok(Self { spans, thread })
+    }
+
+    /// What became of the spans so far.
+    pub(super) fn counts(&self) -> Arc<SpanCounts> {
+        self.spans.counts.clone()
     }
 
     /// Sends what is left.
@@ -66,37 +105,142 @@ impl SpanExporter {
     }
 }
 
+/// What became of a message.
+enum Delivery {
+    Taken,
+    /// The collector does not want so many of its spans, and why.
+    Refused(usize, String),
+    /// Why it may be taken at another time.
+    Later(String),
+}
+
+/// Sends one message of so many spans.
+fn send(agent: &Agent, url: &str, message: &Value, spans: usize) -> Delivery {
+    let sent = agent.post(url).content_type("application/json").send(message.to_string());
+    match sent {
+        Ok(mut response) => {
+            // A collector may take a part, and says so.
+            let said = response.body_mut().read_to_string().unwrap_or_default();
+            let said: Value = serde_json::from_str(&said).unwrap_or_default();
+            let part = &said["partialSuccess"];
+            let count = &part["rejectedSpans"];
+            let count = count.as_u64().or_else(|| count.as_str()?.parse().ok()).unwrap_or_default();
+            match usize::try_from(count).unwrap_or(spans).min(spans) {
+                0 => Delivery::Taken,
+                count => Delivery::Refused(count, format!("the collector says {}", part["errorMessage"])),
+            }
+        }
+        Err(ureq::Error::StatusCode(status)) if ![408, 429, 502, 503, 504].contains(&status) => {
+            Delivery::Refused(spans, format!("the collector answers with status {status}"))
+        }
+        Err(error) => Delivery::Later(error.to_string()),
+    }
+}
+
+/// Tells of spans that are lost or wait, once in a while.
+#[derive(Default)]
+struct LossLog {
+    /// How many lost spans were told of, and when.
+    told: u64,
+    at: Option<Instant>,
+    /// The last failure that was not told.
+    why: Option<String>,
+}
+
+impl LossLog {
+    /// Tells how many spans are lost; at the end in any case, and before it if the last line was long ago.
+    fn tell(&mut self, url: &str, dropped: u64, failure: Option<String>, is_over: bool) {
+        self.why = failure.or(self.why.take());
+        let is_new = dropped > self.told || (self.why.is_some() && self.at.is_none());
+        if !is_new || (!is_over && self.at.is_some_and(|at| at.elapsed() < SILENCE)) {
+            return;
+        }
+        let full = || format!("more than {WAITING} ended before they could be sent");
+        let why = self.why.take().unwrap_or_else(full);
+        let then = if is_over { "" } else { "; requests go on" };
+        let lost = match dropped - self.told {
+            0 => "spans wait".to_owned(),
+            new => format!("{new} spans were dropped, {dropped} in all"),
+        };
+        cli::tell("warning", format_args!("--otlp {url}: {lost}: {why}{then}"));
+        (self.told, self.at) = (dropped, Some(Instant::now()));
+    }
+}
+
 /// What the crate `tracing` tells spans to.
 #[derive(Debug, Default)]
 struct SpanCollector {
     /// Spans that have begun, and how many handles each has.
     open: Mutex<HashMap<u64, (Value, usize)>>,
     ended: Mutex<Vec<Value>>,
+    counts: Arc<SpanCounts>,
     is_over: AtomicBool,
 }
 
 impl SpanCollector {
-    /// Sends spans until the end, and tells once that the collector does not take them.
+    /// Sends spans until the end, and tells how many the collector does not take.
     fn send_all(&self, url: &str, resource: &Value) {
         let agent: Agent = Agent::config_builder().timeout_global(Some(LIMIT)).build().into();
-        let (mut is_over, mut is_told) = (false, false);
+        let (mut is_over, mut pause, mut log) = (false, PAUSE, LossLog::default());
         while !is_over {
-            thread::park_timeout(PAUSE);
+            if !self.is_over.load(Ordering::Acquire) {
+                thread::park_timeout(pause);
+            }
             is_over = self.is_over.load(Ordering::Acquire);
-            let spans = std::mem::take(&mut *self.ended.lock());
-            if spans.is_empty() {
-                continue;
+            let began = Instant::now();
+            let mut failure = self.send_waiting(&agent, url, resource);
+            while is_over && !self.ended.lock().is_empty() && began.elapsed() < LAST {
+                // Perhaps the collector is busy for a moment.
+                thread::sleep(PAUSE);
+                failure = self.send_waiting(&agent, url, resource);
+            }
+            if is_over {
+                // Nobody sends what is left now.
+                self.counts.drop_some(std::mem::take(&mut *self.ended.lock()).len());
+            }
+            pause = if failure.is_some() { (pause * 2).min(LONGEST_PAUSE) } else { PAUSE };
+            log.tell(url, self.counts.dropped(), failure, is_over);
+        }
+    }
+
+    /// Sends the spans that wait, until the collector takes no more. Returns why it did not take some.
+    fn send_waiting(&self, agent: &Agent, url: &str, resource: &Value) -> Option<String> {
+        let mut failure = None;
+        loop {
+            let spans: Vec<Value> = {
+                let mut ended = self.ended.lock();
+                let count = ended.len().min(OF_MESSAGE);
+                ended.drain(..count).collect()
+            };
+            let count = spans.len();
+            if count == 0 {
+                return failure;
             }
             let scope =
                 json!({"scope": {"name": "lm", "version": env!("CARGO_PKG_VERSION")}, "spans": spans});
             let message = json!({"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]});
-            let sent = agent.post(url).content_type("application/json").send(message.to_string());
-            if let Err(error) = sent
-                && !std::mem::replace(&mut is_told, true)
-            {
-                cli::tell("warning", format_args!("--otlp {url}: {error}; requests go on"));
-            }
+            let (taken, why) = match send(agent, url, &message, count) {
+                Delivery::Taken => (count, None),
+                Delivery::Refused(refused, why) => {
+                    self.counts.drop_some(refused);
+                    (count - refused, Some(why))
+                }
+                Delivery::Later(why) => {
+                    self.keep(spans);
+                    return Some(why);
+                }
+            };
+            self.counts.sent.fetch_add(taken as u64, Ordering::Relaxed);
+            failure = why.or(failure);
         }
+    }
+
+    /// Lets spans wait again, before those that ended since, of which some may have to go.
+    fn keep(&self, spans: Vec<Value>) {
+        let mut ended = self.ended.lock();
+        ended.splice(0..0, spans);
+        self.counts.drop_some(ended.len().saturating_sub(WAITING));
+        ended.truncate(WAITING);
     }
 
     fn change(&self, id: &Id, change: impl FnOnce(&mut (Value, usize))) {
@@ -176,9 +320,11 @@ impl Subscriber for SpanCollector {
         let Some((mut told, _)) = open.remove(&id.into_u64()) else { return false };
         drop(open);
         told["endTimeUnixNano"] = now();
+        // The engine never waits for the collector.
         let mut ended = self.ended.lock();
-        if ended.len() < WAITING {
-            ended.push(told);
+        match ended.len() < WAITING {
+            true => ended.push(told),
+            false => self.counts.drop_some(1),
         }
         true
     }
@@ -225,4 +371,28 @@ fn push(told: &mut Value, list: &str, value: Value) {
 fn now() -> Value {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     json!(since.as_nanos().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_no_room_is_dropped_and_counted() {
+        let spans = Arc::new(SpanCollector::default());
+        tracing::subscriber::with_default(spans.clone(), || {
+            for _ in 0..WAITING + 5 {
+                drop(tracing::info_span!(parent: None, "one"));
+            }
+        });
+        assert_eq!((spans.ended.lock().len(), spans.counts.dropped()), (WAITING, 5));
+        assert!(spans.open.lock().is_empty());
+        // Those that a collector did not take come first again.
+        let taken: Vec<Value> = spans.ended.lock().drain(..3).collect();
+        let first = taken[0].clone();
+        spans.ended.lock().push(json!("new"));
+        spans.keep(taken);
+        assert_eq!((spans.ended.lock().len(), spans.counts.dropped()), (WAITING, 6));
+        assert_eq!(spans.ended.lock()[0], first);
+    }
 }

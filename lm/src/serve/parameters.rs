@@ -40,6 +40,71 @@ const MOST_BIASES: usize = 4096;
 /// The most log-probabilities of all texts of a request.
 const MOST_LOGPROBS: usize = 1 << 17;
 
+/// Fields of other servers for texts of a form.
+const GRAMMARS: [&str; 10] = [
+    "ebnf",
+    "grammar",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "json_schema",
+    "regex",
+    "structured_outputs",
+    "use_beam_search",
+];
+/// Fields of other servers that change a text, and what each may say here: that it changes nothing.
+const UNDONE: [(&str, &[Neutral]); 18] = [
+    ("add_generation_prompt", &[Neutral::True]),
+    ("allowed_token_ids", &[Neutral::Empty]),
+    ("bad_words", &[Neutral::Empty]),
+    ("continue_final_message", &[Neutral::Empty]),
+    ("dry_multiplier", &[Neutral::Number(0.0)]),
+    ("dynatemp_range", &[Neutral::Number(0.0)]),
+    ("include_stop_str_in_output", &[Neutral::Empty]),
+    ("logits_processors", &[Neutral::Empty]),
+    ("min_tokens", &[Neutral::Number(0.0)]),
+    ("mirostat", &[Neutral::Number(0.0)]),
+    ("no_repeat_ngram_size", &[Neutral::Number(0.0)]),
+    ("prompt_logprobs", &[Neutral::Empty]),
+    ("skip_special_tokens", &[Neutral::True]),
+    ("tfs_z", &[Neutral::Number(1.0)]),
+    ("top_n_sigma", &[Neutral::Number(-1.0), Neutral::Number(0.0)]),
+    ("truncate_prompt_tokens", &[Neutral::Empty]),
+    ("typical_p", &[Neutral::Number(1.0)]),
+    ("xtc_probability", &[Neutral::Number(0.0)]),
+];
+
+/// A value that asks for nothing.
+enum Neutral {
+    /// False, or an empty list, text or object.
+    Empty,
+    True,
+    Number(f64),
+}
+
+impl Neutral {
+    fn is(&self, value: &Value) -> bool {
+        match *self {
+            Self::Empty => fields::is_empty(value),
+            Self::True => *value == Value::Bool(true),
+            Self::Number(number) => value.as_f64() == Some(number),
+        }
+    }
+}
+
+/// Refuses what would change the texts, and is not done here.
+fn refuse_undone(fields: &Fields) -> ApiResult<()> {
+    for (name, neutral) in UNDONE {
+        let is_neutral = |value: &Value| neutral.iter().any(|neutral| neutral.is(value));
+        if fields.get(name).is_some_and(|value| !is_neutral(value)) {
+            let why = format!("`{name}` is not supported, and would change the text: leave it out.");
+            return Err(ApiError::invalid(name, why));
+        }
+    }
+    Ok(())
+}
+
 /// What a request says of all its texts.
 pub(super) struct Parameters {
     sampling: Sampling,
@@ -69,11 +134,16 @@ impl Parameters {
         (model, limits, client, arrival): (&ServedModel, &ServeLimits, &Client, Instant),
     ) -> ApiResult<Self> {
         let adapter = check_model(fields, model)?;
+        if model.embedding.is_some() {
+            let why = format!(
+                "The model {:?} is an encoder, which writes no text: use /v1/embeddings.",
+                model.name
+            );
+            return Err(ApiError::invalid("model", why));
+        }
         fields.refuse(&["chat_template"], "templates are the model's")?;
-        fields.refuse(
-            &["use_beam_search", "guided_json", "guided_regex", "guided_choice", "guided_grammar"],
-            "use `response_format`",
-        )?;
+        fields.refuse(&GRAMMARS, "use `response_format`")?;
+        refuse_undone(fields)?;
         let count = fields.count("n", 1, limits.texts as u64)?.unwrap_or(1) as usize;
         let seed = match fields.seed("seed")? {
             Some(seed) => seed,

@@ -4,6 +4,7 @@ use std::env;
 use std::io::Write;
 use std::net::TcpListener;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -18,10 +19,11 @@ use examples::launch::{Ranks, StopSignal};
 use examples::progress::Loading;
 
 use super::access::{Access, ApiKeys};
+use super::encoder;
 use super::front::{Front, FrontOptions};
 use super::load;
 use super::model::ServedModel;
-use super::otlp::SpanExporter;
+use super::otlp::{SpanCounts, SpanExporter};
 use crate::args::Args;
 use crate::input::agree;
 use crate::{memory, opened};
@@ -29,11 +31,11 @@ use crate::{memory, opened};
 /// The most tokens of a text, if neither the command line nor the model says fewer.
 const ROOM: usize = 8192;
 /// How often ranks hear of each other while nobody asks: more often than any --timeout.
-const HEARTBEAT: Duration = Duration::from_millis(400);
+pub(super) const HEARTBEAT: Duration = Duration::from_millis(400);
 /// The variable with the key of all clients.
 const KEY: &str = "LM_API_KEY";
 /// The tokens of prompts that may wait for each request that may.
-const WAITING_TOKENS: usize = 4096;
+pub(super) const WAITING_TOKENS: usize = 4096;
 
 /// Returns the name of the model for clients.
 pub fn name(args: &Args) -> String {
@@ -55,6 +57,9 @@ pub fn name(args: &Args) -> String {
 pub fn run(args: &Args, name: &str, ranks: &Ranks<'_>) -> Result<bool> {
     // A launcher passes signals to all processes, and rank 0 decides when they end.
     let stop = StopSignal::await_first()?;
+    if agree(ranks, encoder::is_one(args))? {
+        return encoder::run(args, name, ranks, &stop);
+    }
     let scratch = tempfile::tempdir()?;
     let (files, options, model) = agree(ranks, open(args, name, scratch.path()))?;
     opened::note(&files, ranks);
@@ -62,10 +67,49 @@ pub fn run(args: &Args, name: &str, ranks: &Ranks<'_>) -> Result<bool> {
     agree(ranks, memory::check(args, &files, &options.held, Some(sizes)))?;
     let limits =
         QueueLimits { requests: args.serve.queue, tokens: args.serve.queue.saturating_mul(WAITING_TOKENS) };
+    let engine = ServedEngine {
+        model,
+        limits,
+        bytes: files.bytes(),
+        bytes_read: &|| files.bytes_read(),
+        ranks: args.model_ranks(),
+        serve: &|ctx, mine| serve(ctx, args.pp, &files, &options, mine),
+    };
+    host(args, name, ranks, (&stop, engine))
+}
+
+/// What a server has behind its queue.
+pub(super) struct ServedEngine<'a> {
+    pub(super) model: ServedModel,
+    pub(super) limits: QueueLimits,
+    /// The bytes of the files.
+    pub(super) bytes: u64,
+    /// Those of them that were read so far.
+    pub(super) bytes_read: &'a (dyn Fn() -> u64 + Sync),
+    pub(super) ranks: usize,
+    /// What each rank does; rank 0 gets the queue.
+    pub(super) serve: &'a EngineRank<'a>,
+}
+
+/// What a rank of a server does.
+type EngineRank<'a> = dyn Fn(&RankContext, Option<&RequestQueue>) -> Result<ServeReport> + Sync + 'a;
+
+/// Hosts an engine until a signal ends the program.
+///
+/// # Errors
+/// If the port is taken; that of the rank that failed.
+pub(super) fn host(
+    args: &Args,
+    name: &str,
+    ranks: &Ranks<'_>,
+    (stop, engine): (&StopSignal, ServedEngine<'_>),
+) -> Result<bool> {
+    let ServedEngine { model, limits, bytes, bytes_read, ranks: count, serve } = engine;
     let queue = RequestQueue::new(limits);
     let otlp = args.serve.otlp.as_deref().filter(|_| ranks.is_first());
     let exporter = agree(ranks, otlp.map(|url| SpanExporter::start(url, name)).transpose())?;
-    let front = || listen(args, Box::leak(Box::new(model)), &queue, &stop).map(Some);
+    let spans = exporter.as_ref().map(SpanExporter::counts);
+    let front = || listen(args, Box::leak(Box::new(model)), &queue, (stop, spans)).map(Some);
     let front = agree(ranks, if ranks.is_first() { front() } else { Ok(None) })?;
     let address = front.as_ref().map(|front| format!("http://{}", front.address()));
     let is_over = AtomicBool::new(false);
@@ -80,17 +124,14 @@ pub fn run(args: &Args, name: &str, ranks: &Ranks<'_>) -> Result<bool> {
                     }
                 });
             }
-            let served = serve(ctx, args.pp, &files, &options, mine);
+            let served = serve(ctx, mine);
             is_over.fetch_or(mine.is_some(), Ordering::Release);
             served
         })
     };
-    let served = Loading::watch(
-        ranks.is_first(),
-        files.bytes(),
-        || files.bytes_read(),
-        |loading| ranks.run(args.model_ranks(), |ctx| serve_on(ctx, loading)),
-    );
+    let served = Loading::watch(ranks.is_first(), bytes, bytes_read, |loading| {
+        ranks.run(count, |ctx| serve_on(ctx, loading))
+    });
     // Clients read their errors before the program ends with its cause.
     front.into_iter().for_each(Front::finish);
     exporter.into_iter().for_each(SpanExporter::finish);
@@ -123,7 +164,7 @@ fn listen(
     args: &Args,
     model: &'static ServedModel,
     queue: &RequestQueue,
-    stop: &StopSignal,
+    (stop, spans): (&StopSignal, Option<Arc<SpanCounts>>),
 ) -> Result<Front> {
     let given = &args.serve;
     let mut keys = given.api_key_file.as_deref().map(ApiKeys::read).transpose()?.unwrap_or_default();
@@ -149,6 +190,7 @@ fn listen(
         connections: given.connections,
         drain: Duration::from_secs(given.drain),
         logs: true,
+        spans,
     };
     let address = (given.host, given.port);
     let listener = TcpListener::bind(address).map_err(|error| {

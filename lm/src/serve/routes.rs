@@ -25,6 +25,7 @@ use super::answer::{self, AnswerFrame, AnswerPlan, TextParts};
 use super::api_error::{ApiError, ApiResult};
 use super::choice::{Choice, ChoicePlan, ChoiceStep};
 use super::chunks::ChunkWriter;
+use super::embeddings;
 use super::events::{EventBody, EventWriter};
 use super::fields::{self, Fields, wrong};
 use super::front::FrontOptions;
@@ -193,7 +194,8 @@ async fn ready(State(state): FrontHandle) -> Response<Body> {
 }
 
 async fn metrics(State(state): FrontHandle) -> Response<Body> {
-    let text = state.metrics.text(state.model.names(), &state.queue.status());
+    let spans = state.options.spans.as_deref();
+    let text = state.metrics.text(state.model.names(), &state.queue.status(), spans);
     of_type("text/plain; version=0.0.4; charset=utf-8", text)
 }
 
@@ -239,6 +241,10 @@ async fn body(state: &FrontState, headers: &HeaderMap, body: Body) -> ApiResult<
     let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     if kind != "application/json" && !(kind.starts_with("application/") && kind.ends_with("+json")) {
         return Err(ApiError::not_json());
+    }
+    let is_plain = |encoding: &HeaderValue| encoding.as_bytes().eq_ignore_ascii_case(b"identity");
+    if !headers.get_all(header::CONTENT_ENCODING).iter().all(is_plain) {
+        return Err(ApiError::encoded());
     }
     let most = state.options.limits.body;
     let declared =
@@ -451,17 +457,16 @@ async fn embeddings(
     request: Request,
 ) -> Response<Body> {
     let mut record = record(&state, &head, "/v1/embeddings");
-    let refused = read(&state, &head, &record, request, |fields, context| {
-        check_model(&fields, context.model)?;
-        let why = format!(
-            "The model {:?} writes text and has no embeddings: ask a server of an encoder.",
-            context.model.name
-        );
-        Err::<(), _>(ApiError::invalid("model", why))
-    });
-    let error = refused.await.err().unwrap_or_else(|| ApiError::internal("There are no embeddings."));
-    record.end(error.status.as_u16());
-    error.response()
+    let answered = match read(&state, &head, &record, request, embeddings::plan).await {
+        Ok(plan) => plan.answer(&state.queue, &mut record, &state.model.name).await,
+        Err(error) => Err(error),
+    };
+    let (status, response) = match answered {
+        Ok(value) => (StatusCode::OK, answer::json(StatusCode::OK, &value)),
+        Err(error) => (error.status, error.response()),
+    };
+    record.end(status.as_u16());
+    response
 }
 
 /// Answers with a value that is read from a body.
@@ -500,11 +505,8 @@ async fn tokenize(
             Some(text) => {
                 context.check_bytes(text.len(), "content")?;
                 let adds = adds.unwrap_or(content.is_none());
-                let made = if adds {
-                    tokens::encode_prompt(&model.tokenizer, text)
-                } else {
-                    tokens::encode_part(&model.tokenizer, text)
-                };
+                let made =
+                    if adds { model.tokens(text) } else { tokens::encode_part(&model.tokenizer, text) };
                 made.map_err(|error| ApiError::invalid("content", format!("{error:#}.")))?
             }
         };

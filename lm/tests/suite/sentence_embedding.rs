@@ -16,18 +16,18 @@ use test_utils::{on_ranks, skip};
 use crate::lm::facts::weight;
 
 #[derive(Deserialize)]
-struct Facts {
-    small: Small,
+pub(crate) struct Facts {
+    pub(crate) small: Small,
     real: Real,
 }
 
 /// A small encoder whose weights follow from their names.
 #[derive(Deserialize)]
-struct Small {
+pub(crate) struct Small {
     config: Value,
     names: BTreeMap<String, Vec<usize>>,
-    ids: Vec<Vec<u32>>,
-    embeddings: Vec<Vec<f32>>,
+    pub(crate) ids: Vec<Vec<u32>>,
+    pub(crate) embeddings: Vec<Vec<f32>>,
 }
 
 /// all-MiniLM-L6-v2.
@@ -38,12 +38,12 @@ struct Real {
     embeddings: Vec<Vec<f32>>,
 }
 
-fn facts() -> Facts {
+pub(crate) fn facts() -> Facts {
     serde_json::from_str(include_str!("sentence_embedding.json")).unwrap()
 }
 
 /// Writes the small encoder, with these tensors too.
-fn write(folder: &Path, small: &Small, more: &[&str]) {
+pub(crate) fn write(folder: &Path, small: &Small, more: &[&str]) {
     fs::write(folder.join("config.json"), small.config.to_string()).unwrap();
     let mut tensors: HashMap<String, Tensor> =
         small.names.iter().map(|(name, shape)| (name.clone(), weight(name, shape))).collect();
@@ -106,6 +106,26 @@ fn what_the_encoder_does_not_compute_is_refused_by_name() {
     write(folder.path(), &small, &["classifier.bias"]);
     let said = sentence_embedding::weights(folder.path()).unwrap_err().to_string();
     assert!(said.contains("classifier.bias"), "{said}");
+    fs::create_dir(folder.path().join("1_Pooling")).unwrap();
+    for (said, is_read) in [
+        (
+            json!({"pooling_mode_mean_tokens": true, "pooling_mode_cls_token": false, "include_prompt": true}),
+            true,
+        ),
+        (json!({"pooling_mode_mean_tokens": false, "pooling_mode_cls_token": true}), false),
+        (json!({"pooling_mode_mean_tokens": true, "pooling_mode_max_tokens": true}), false),
+        (json!({"pooling_mode": "mean", "embedding_dimension": 48}), true),
+        (json!({"pooling_mode": "cls"}), false),
+    ] {
+        fs::write(folder.path().join("1_Pooling/config.json"), said.to_string()).unwrap();
+        let read = EncoderConfig::read(folder.path()).map(drop).map_err(|error| format!("{error:#}"));
+        assert!(
+            read.as_ref().map_or_else(|said| said.contains("pooling_mode"), |()| is_read),
+            "{said}: {read:?}"
+        );
+        assert_eq!(read.is_ok(), is_read, "{said}: {read:?}");
+    }
+    fs::remove_dir_all(folder.path().join("1_Pooling")).unwrap();
     let plain = small.config.clone();
     for (field, value) in [
         ("hidden_act", json!("gelu_new")),

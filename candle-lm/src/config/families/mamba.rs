@@ -100,7 +100,7 @@ const MAMBA2: [(&str, FieldRule); 18] = joined(
     ],
 );
 
-const NEMOTRON_H: [(&str, FieldRule); 40] = joined(
+const NEMOTRON_H: [(&str, FieldRule); 41] = joined(
     STATES,
     [
         ("layer_types", Used),
@@ -118,6 +118,8 @@ const NEMOTRON_H: [(&str, FieldRule); 40] = joined(
         ("n_group", Used),
         ("n_routed_experts", Used),
         ("n_shared_experts", Harmless),
+        // That of layer_norm_epsilon, said twice.
+        ("norm_eps", FieldRule::Same("rms_norm_eps")),
         ("norm_topk_prob", Used),
         ("num_experts_per_tok", Used),
         ("num_local_experts", Used),

@@ -133,7 +133,16 @@ fn the_command_line_sets_variables_and_tools_of_the_template() {
     fs::write(&tools, "{}").unwrap();
     assert!(refused(with(&[], Some(&tools))).contains("no list of functions"));
     assert!(refused(with(&[], Some(&folder.path().join("no")))).contains("--tools"));
-    // Some models have another template for tools.
+    // Some models have another template for tools, in a file of its own.
+    let other = folder.path().join("additional_chat_templates");
+    fs::create_dir(&other).unwrap();
+    fs::write(other.join("tool_use.jinja"), "F{{ tools | length }}").unwrap();
+    fs::write(&tools, "[1, 2]").unwrap();
+    fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+    assert_eq!(rendered(with(&[], Some(&tools))), "F2");
+    assert_eq!(rendered(with(&[], None)), "|Hi");
+    fs::remove_dir_all(other).unwrap();
+    // Or beside the first one.
     let named = json!([{"name": "default", "template": template}, {"name": "tool_use", "template": "T{{ tools | length }}"}]);
     let path = folder.path().join("tokenizer_config.json");
     let mut fields: Value =

@@ -180,8 +180,12 @@ fn codes_of_mlx_have_two_names() {
     assert_eq!(parsed(json!({"quantization": codes, "quantization_config": codes})), want);
     let unlike = json!({"quantization": codes, "quantization_config": {"bits": 8, "group_size": 64}});
     assert!(refused(&with(base, &unlike)).contains("quantization ("));
-    let mode = json!({"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}});
-    assert!(refused(&with(base, &mode)).contains("mode \"mxfp4\""));
+    for of_module in [false, true] {
+        let mut said = json!({"bits": 4, "group_size": 32, "mode": "mxfp4"});
+        let place = if of_module { &mut said["lm_head"]["mode"] } else { &mut said["mode"] };
+        *place = json!("nf4");
+        assert!(refused(&with(base, &json!({"quantization": said}))).contains("mode \"nf4\""));
+    }
 }
 
 /// The base that transformers has for a family counts where a file has none, as that of Llama 2 does not.
@@ -587,6 +591,14 @@ fn configs_of_older_transformers_say_the_same_of_newer_families() {
         fields.insert(is.into(), value);
     }
     assert_eq!(parsed(&older.to_string()), parsed(&newer.to_string()));
+    // Nemotron 3 says two things in two ways.
+    older["mamba_dt_limit"][1] = json!(1e308);
+    older["norm_eps"] = older["layer_norm_epsilon"].clone();
+    assert_eq!(parsed(&older.to_string()), parsed(&newer.to_string()));
+    older["norm_eps"] = json!(0.25);
+    let said = refused(&older.to_string());
+    assert!(said.contains("norm_eps is 0.25"), "{said}");
+    older["norm_eps"] = json!(null);
     older["mamba_dt_limit"][0] = json!(0.1);
     let said = refused(&older.to_string());
     assert!(said.contains("time_step_limit is"), "{said}");

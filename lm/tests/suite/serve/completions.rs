@@ -50,6 +50,25 @@ fn prompts_come_in_four_shapes() {
 }
 
 #[test]
+fn grammars_hold_for_texts() {
+    let server = ScriptedServer::constrained();
+    let schema = json!({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": false});
+    let format = json!({"type": "json_schema", "json_schema": {"schema": schema}});
+    let body = json!({"prompt": ["a", "b"], "n": 2, "max_tokens": 50, "response_format": format});
+    let texts = post(server.address, COMPLETE, &body).json()["choices"].as_array().unwrap().clone();
+    assert_eq!(texts.len(), 4);
+    for text in texts {
+        let made: Value = serde_json::from_str(text["text"].as_str().unwrap()).unwrap();
+        assert!(made["ok"].is_boolean() && text["finish_reason"] == "stop", "{text}");
+    }
+    let tool = json!([{"type": "function", "function": {"name": "f"}}]);
+    for (field, value) in [("response_format", json!({"type": "xml"})), ("tools", tool)] {
+        let refused = post(server.address, COMPLETE, &json!({"prompt": "a", field: value}));
+        assert_eq!((refused.status, &refused.error()["param"]), (400, &json!(field)));
+    }
+}
+
+#[test]
 fn sixteen_tokens_are_written_where_a_request_does_not_say() {
     let server = ScriptedServer::writing(&"x".repeat(300));
     let answer = post(server.address, COMPLETE, &json!({"prompt": "a"})).json();

@@ -5,6 +5,7 @@ mod bench;
 mod chat;
 mod client;
 mod completions;
+mod embeddings;
 mod faults;
 mod hostile;
 mod limits;

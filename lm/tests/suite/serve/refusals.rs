@@ -80,6 +80,16 @@ fn fields_out_of_range_are_named() {
         ("modalities", json!(["text", "audio"])),
         ("web_search_options", json!({"a": 1})),
         ("guided_json", json!({"type": "object"})),
+        ("structured_outputs", json!({"regex": "a+"})),
+        ("grammar", json!("root ::= \"a\"")),
+        ("min_tokens", json!(3)),
+        ("typical_p", json!(0.9)),
+        ("top_n_sigma", json!(1.5)),
+        ("allowed_token_ids", json!([1, 2])),
+        ("bad_words", json!(["a"])),
+        ("continue_final_message", json!(true)),
+        ("skip_special_tokens", json!(false)),
+        ("truncate_prompt_tokens", json!(5)),
         ("chat_template_kwargs", json!("x")),
     ];
     for (field, value) in cases {
@@ -98,7 +108,8 @@ fn fields_out_of_range_are_named() {
     assert_eq!((refused.status, &refused.error()["param"]), (400, &json!("logprobs")));
     many["max_tokens"] = json!(null);
     assert_eq!(post(server.address, CHAT, &said("Hi", many)).status, 200, "the default is what may be told");
-    for empty in [json!({"audio": ""}), json!({"functions": ""}), json!({"stop": ["<|im_end|>\n"]})] {
+    let neutral = json!({"min_tokens": 0, "typical_p": 1, "top_n_sigma": -1, "bad_words": [], "skip_special_tokens": true});
+    for empty in [json!({"audio": ""}), json!({"functions": ""}), json!({"stop": ["<|im_end|>\n"]}), neutral] {
         assert_eq!(post(server.address, CHAT, &said("Hi", empty.clone())).status, 200, "{empty}");
     }
     assert_eq!(post(server.address, CHAT, &said("Hi", json!({}))).status, 200);
@@ -162,6 +173,10 @@ fn other_paths_methods_and_types_have_their_statuses() {
             200,
             "{kind}"
         );
+    }
+    for (encoding, status) in [("gzip", 415), ("identity, br", 415), ("identity", 200)] {
+        let headers = [JSON, ("Content-Encoding", encoding)];
+        assert_eq!(post_with(server.address, CHAT, &headers, body.as_bytes()).status, status, "{encoding}");
     }
 }
 

@@ -156,6 +156,7 @@ impl ScriptedServer {
             connections: setting.connections,
             drain: setting.drain,
             logs: false,
+            spans: None,
         };
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let front =

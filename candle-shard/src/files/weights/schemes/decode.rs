@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 /// The bits of a word.
-const WORD: usize = 32;
+pub(super) const WORD: usize = 32;
 /// The codes that share a scale of MXFP4.
 pub(super) const MX_BLOCK: usize = 32;
 /// The codes that share a scale of NVFP4.
@@ -36,6 +36,9 @@ impl Scheme {
             Self::Affine { codes, scales, biases, bits, size, index } => {
                 part.affine(weights, [codes, scales, biases], (*bits, *size), *index)
             }
+            Self::Floats { codes, scales, bits, size, index } => {
+                part.floats(weights, [codes, scales], (*bits, *size), *index)
+            }
             Self::Latent { keys, values } => part.latent(weights, [keys, values]),
             Self::Four { codes, table, scales, block, nested, columns } => {
                 part.four(weights, [codes, scales], (table, nested.as_ref()), [*block, *columns])
@@ -48,14 +51,14 @@ impl Scheme {
 }
 
 /// Rows and columns of a matrix.
-struct MatrixPart {
-    rows: Range<usize>,
-    columns: Range<usize>,
+pub(super) struct MatrixPart {
+    pub(super) rows: Range<usize>,
+    pub(super) columns: Range<usize>,
 }
 
 impl MatrixPart {
     /// Returns the elements: for each row, `of_row` returns the function from a column of the part to its element.
-    fn filled<F: FnMut(usize) -> f32>(&self, mut of_row: impl FnMut(usize) -> F) -> Vec<f32> {
+    pub(super) fn filled<F: FnMut(usize) -> f32>(&self, mut of_row: impl FnMut(usize) -> F) -> Vec<f32> {
         let mut out = vec![0f32; self.rows.len() * self.columns.len()];
         for (row, out) in self.rows.clone().zip(out.chunks_exact_mut(self.columns.len().max(1))) {
             let mut value = of_row(row);
@@ -66,7 +69,7 @@ impl MatrixPart {
 
     /// Returns for each column where its group is in those of the columns, and these. A division for each element would take
     /// most of the time.
-    fn groups(&self, size: usize) -> (Vec<usize>, Range<usize>) {
+    pub(super) fn groups(&self, size: usize) -> (Vec<usize>, Range<usize>) {
         let all = groups(&self.columns, size);
         (self.columns.clone().map(|column| column / size - all.start).collect(), all)
     }
@@ -285,30 +288,6 @@ impl MatrixPart {
         }))
     }
 
-    fn affine(
-        &self,
-        weights: &Weights,
-        [codes, scales, biases]: [&StoredTensor; 3],
-        (bits, size): (usize, usize),
-        index: Option<usize>,
-    ) -> Result<Vec<f32>> {
-        let per = WORD / bits;
-        let ((word_of, words), (group_of, of_columns)) = (self.groups(per), self.groups(size));
-        let held = codes.words(weights, &of_matrix(index, [self.rows.clone(), words.clone()]))?;
-        let of_groups = of_matrix(index, [self.rows.clone(), of_columns.clone()]);
-        let (scale, bias) = (scales.floats(weights, &of_groups)?, biases.floats(weights, &of_groups)?);
-        Ok(self.filled(|row| {
-            let at_row = row - self.rows.start;
-            let (held, first) = (&held[at_row * words.len()..], self.columns.start);
-            let (scale, bias) = (&scale[at_row * of_columns.len()..], &bias[at_row * of_columns.len()..]);
-            let (group_of, word_of) = (&group_of, &word_of);
-            move |at| {
-                let group = group_of[at];
-                scale[group] * digit(held[word_of[at]], (first + at) % per, bits) as f32 + bias[group]
-            }
-        }))
-    }
-
     fn four(
         &self,
         weights: &Weights,
@@ -355,7 +334,7 @@ fn groups(range: &Range<usize>, size: usize) -> Range<usize> {
 }
 
 /// Returns a part of a matrix, or of the matrix `index` of several.
-fn of_matrix(index: Option<usize>, part: [Range<usize>; 2]) -> Vec<Range<usize>> {
+pub(super) fn of_matrix(index: Option<usize>, part: [Range<usize>; 2]) -> Vec<Range<usize>> {
     index.map(|at| at..at + 1).into_iter().chain(part).collect()
 }
 
@@ -372,7 +351,7 @@ fn digit(word: u32, nth: usize, bits: usize) -> i32 {
 
 impl StoredTensor {
     /// Returns the bytes of a block, of elements of so many bytes.
-    fn bytes(&self, weights: &Weights, block: &[Range<usize>], size: usize) -> Result<Vec<u8>> {
+    pub(super) fn bytes(&self, weights: &Weights, block: &[Range<usize>], size: usize) -> Result<Vec<u8>> {
         let inside = |(range, &n): (&Range<usize>, &usize)| range.end <= n;
         if block.len() != self.shape.len() || !block.iter().zip(&self.shape).all(inside) {
             let reason = format!(
@@ -410,7 +389,7 @@ impl StoredTensor {
     }
 
     /// Returns words of 32 bits.
-    fn words(&self, weights: &Weights, block: &[Range<usize>]) -> Result<Vec<u32>> {
+    pub(super) fn words(&self, weights: &Weights, block: &[Range<usize>]) -> Result<Vec<u32>> {
         let bytes = self.bytes(weights, block, 4)?;
         Ok(bytes.as_chunks::<4>().0.iter().map(|&bytes| u32::from_le_bytes(bytes)).collect())
     }

@@ -33,11 +33,11 @@ impl Weights {
     /// | `quant_method` | formats |
     /// |---|---|
     /// | `fp8`, `fbgemm_fp8` | F8_E4M3 with a scale for each tensor, row or block, also of stacked experts |
-    /// | `compressed-tensors` | `float-quantized`, `naive-quantized`, `int-quantized`, `pack-quantized` with 4 or 8 bits, and `nvfp4-pack-quantized` |
+    /// | `compressed-tensors` | `float-quantized`, `naive-quantized`, `int-quantized`, `pack-quantized` with 4 or 8 bits, `nvfp4-pack-quantized` and `mxfp4-pack-quantized` |
     /// | `gptq` | 2, 4 or 8 bits, also with `desc_act`, of either `checkpoint_format` |
     /// | `awq` | 4 bits, version `gemm` |
     /// | `bitsandbytes` | `nf4` and `fp4`, also with nested scales; 8 bits |
-    /// | none, or `mlx` | MLX's `affine` codes of 2, 4 or 8 bits, also of stacked experts |
+    /// | none, or `mlx` | MLX's `affine` codes of 2 to 6 or 8 bits, and its `mxfp4`, `mxfp8` and `nvfp4`, also of stacked experts |
     /// | `modelopt` | `FP8`, `NVFP4` and `MIXED_PRECISION` of both |
     /// | `mxfp4` | the `_blocks` and `_scales` of gpt-oss, as the transposed matrices of files without codes |
     ///
@@ -63,7 +63,7 @@ impl Weights {
             Method::Awq { group } => self.awq(group)?,
             Method::BitsAndBytes => self.bitsandbytes()?,
             Method::Mxfp4 => self.mxfp4()?,
-            Method::Mlx { group } => self.mlx(config, group)?,
+            Method::Mlx { group, mode } => self.mlx(config, group, mode)?,
             Method::ModelOpt => {
                 for module in self.modules(".weight_scale_2") {
                     let factor = self.scalar(&module, ".weight_scale_2")?;
@@ -244,6 +244,10 @@ impl Weights {
         for module in self.modules(".weight_packed") {
             let (codes, scales) =
                 (self.need(&module, ".weight_packed")?, self.need(&module, ".weight_scale")?);
+            if scales.dtype == "U8" {
+                self.packed_floats(&module, codes, scales)?;
+                continue;
+            }
             let shape = self.need(&module, ".weight_shape")?;
             let shape = shape.shape_of(self)?;
             let &[rows, columns] = &shape[..] else {
@@ -277,6 +281,22 @@ impl Weights {
             self.give(&module, [rows, columns], scheme)?;
         }
         Ok(())
+    }
+
+    /// Adds a weight of MXFP4, whose scales are powers of 2.
+    fn packed_floats(&mut self, module: &str, codes: StoredTensor, scales: StoredTensor) -> Result<()> {
+        let shape = match (&codes.shape[..], &scales.shape[..]) {
+            (&[rows, bytes], &[of, groups]) if codes.dtype == "U8" && rows == of => {
+                groups.checked_mul(MX_BLOCK).filter(|&columns| columns == bytes.saturating_mul(2))
+            }
+            _ => None,
+        };
+        let Some(columns) = shape else {
+            let why = format!("as codes of MXFP4 with scales {:?} of {MX_BLOCK} each", scales.shape);
+            return Err(self.wrong(module, &codes, &why));
+        };
+        let shape = [codes.shape[0], columns];
+        self.give(module, shape, Scheme::Floats { codes, scales, bits: 4, size: MX_BLOCK, index: None })
     }
 
     /// Takes a tensor of one number.

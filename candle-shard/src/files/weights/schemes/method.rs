@@ -1,4 +1,5 @@
 //! What `quantization_config` says of the codes of a model, without a look at its tensors.
+use super::mlx::MlxMode;
 use crate::{Error, Result, Weights};
 use itertools::Itertools;
 use serde_json::Value;
@@ -20,8 +21,8 @@ pub(super) enum Method {
     Mxfp4,
     /// Numbers of 8 bits, or of 4 bits with a scale for each 16 and one for all.
     ModelOpt,
-    /// Codes in groups of so many columns; some modules have others.
-    Mlx { group: usize },
+    /// Codes in groups of so many columns; some modules have others, and another mode.
+    Mlx { group: usize, mode: MlxMode },
 }
 
 impl Weights {
@@ -96,12 +97,13 @@ fn group(value: &Value) -> Result<Option<usize>, String> {
 }
 
 fn compressed(config: &Value) -> Result<Method, String> {
-    const KNOWN: [&str; 6] = [
+    const KNOWN: [&str; 7] = [
         "float-quantized",
         "naive-quantized",
         "int-quantized",
         "pack-quantized",
         "nvfp4-pack-quantized",
+        "mxfp4-pack-quantized",
         "dense",
     ];
     let groups: Vec<&Value> =
@@ -109,7 +111,7 @@ fn compressed(config: &Value) -> Result<Method, String> {
     let mut formats =
         groups.iter().map(|group| &group["format"]).chain([&config["format"]]).filter_map(Value::as_str);
     if let Some(format) = formats.find(|format| !KNOWN.contains(format)) {
-        return Err(format!("has the format {format:?}; {} can be read", KNOWN[..5].join(", ")));
+        return Err(format!("has the format {format:?}; {} can be read", KNOWN[..6].join(", ")));
     }
     if config["sparsity_config"]["format"].as_str().is_some_and(|format| format != "dense") {
         return Err("has sparse weights, which cannot be read".into());
@@ -143,12 +145,11 @@ fn modelopt(config: &Value) -> Result<Method, String> {
 }
 
 fn mlx(config: &Value) -> Result<Method, String> {
-    let mode = &config["mode"];
-    if !mode.is_null() && mode != "affine" {
-        return Err(format!("has mode {mode}; \"affine\" can be read"));
-    }
+    let mode = MlxMode::of(config)?;
+    let mut modules = config.as_object().into_iter().flat_map(|fields| fields.values());
+    modules.try_for_each(|said| MlxMode::of(said).map(drop))?;
     let size = group(&config["group_size"])?;
-    size.map(|group| Method::Mlx { group }).ok_or_else(|| "has no group_size".into())
+    size.map(|group| Method::Mlx { group, mode }).ok_or_else(|| "has no group_size".into())
 }
 
 fn gptq(config: &Value) -> Result<Method, String> {

@@ -53,6 +53,9 @@ pub(super) enum Scheme {
         size: usize,
         index: Option<usize>,
     },
+    /// MLX and MXFP4: `codes` `[rows, columns / per]` of 32 or 8 bits, which are floats of `bits`, and `scales` `[rows, groups]` of 8 bits; or those of the
+    /// matrix `index` of several.
+    Floats { codes: StoredTensor, scales: StoredTensor, bits: usize, size: usize, index: Option<usize> },
     /// The keys `[heads, latent, key]` and the values `[heads, value, latent]` of latent attention: for each head the rows of its key, then
     /// those of its value.
     Latent { keys: StoredTensor, values: StoredTensor },
@@ -81,6 +84,7 @@ impl Scheme {
             | Self::Awq { codes, .. }
             | Self::Packed { codes, .. }
             | Self::Affine { codes, .. }
+            | Self::Floats { codes, .. }
             | Self::Mxfp4 { codes, .. }
             | Self::Nvfp4 { codes, .. }
             | Self::Four { codes, .. } => codes,
@@ -100,7 +104,10 @@ impl Scheme {
         if let Self::Latent { keys, values } = self {
             return keys.all_bytes() + values.all_bytes();
         }
-        if let Self::Mxfp4 { codes, scales, .. } | Self::Scaled { codes, scales, index: Some(_), .. } = self {
+        if let Self::Mxfp4 { codes, scales, .. }
+        | Self::Scaled { codes, scales, index: Some(_), .. }
+        | Self::Floats { codes, scales, index: Some(_), .. } = self
+        {
             return (codes.byte_count() + scales.byte_count()) / codes.shape[0].max(1) as u64;
         }
         if let Self::Affine { codes, scales, biases, index: Some(_), .. } = self {
@@ -108,7 +115,9 @@ impl Scheme {
             return all / codes.shape[0].max(1) as u64;
         }
         let others: Vec<&StoredTensor> = match self {
-            Self::Scaled { scales, .. } | Self::Nvfp4 { scales, .. } => vec![scales],
+            Self::Scaled { scales, .. } | Self::Nvfp4 { scales, .. } | Self::Floats { scales, .. } => {
+                vec![scales]
+            }
             Self::Gptq { zeros, scales, groups, .. } => [zeros, scales].into_iter().chain(groups).collect(),
             Self::Awq { zeros, scales, .. } => vec![zeros, scales],
             Self::Affine { scales, biases, .. } => vec![scales, biases],

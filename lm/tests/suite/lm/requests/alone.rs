@@ -129,6 +129,7 @@ impl Case {
                         assert_eq!(logprob.is_some(), plan.has_logprobs);
                         assert!(logprob.is_none_or(|told| told.top.len() == 2 && told.logprob <= 0.0));
                     }
+                    TokenEvent::Embedded(_) => panic!("{}: an embedding", self.name),
                     TokenEvent::EndToken { token, .. } => {
                         assert!(plan.has_logprobs && self.files.ends.contains(&token));
                     }
