@@ -7,7 +7,7 @@ use candle_core::{
 use super::inputs;
 use super::matrix::{MatrixStorage, QuantizedMatrix};
 use super::tiles::Processor;
-use crate::convert::converted;
+use crate::convert::{converted, to_dtype};
 use crate::elements;
 use candle_dist_base::edges;
 use candle_dist_base::{Fresh, Ready};
@@ -63,7 +63,7 @@ pub fn quantized_linear(x: &Tensor, weights: &[&QuantizedMatrix]) -> Result<Tens
 pub fn dequantized_linear(x: &Tensor, weight: &QuantizedMatrix) -> Result<Tensor> {
     check("dequantized_linear", x, &[weight])?;
     let [n, k] = weight.dims();
-    let rows = x.detach().contiguous()?.reshape(((), k))?.to_dtype(DType::F32)?;
+    let rows = to_dtype(&x.detach().contiguous()?.reshape(((), k))?, DType::F32)?;
     let shape: Vec<usize> = x.dims()[..x.rank() - 1].iter().copied().chain([n]).collect();
     let shape = Shape::from(shape);
     let made = match &*weight.0 {
@@ -72,7 +72,7 @@ pub fn dequantized_linear(x: &Tensor, weight: &QuantizedMatrix) -> Result<Tensor
             let made = CpuStorage::F32(made);
             let made = match x.dtype() {
                 DType::F32 => made,
-                dtype => made.to_dtype(&Layout::contiguous(&shape), dtype)?,
+                dtype => converted(&made, &Layout::contiguous(&shape), dtype)?,
             };
             Fresh::host(made, shape)
         }
@@ -198,8 +198,8 @@ impl CustomOp1 for Products {
                     let m = rows.dims()[0];
                     let product =
                         |rows: &[f32]| tiles.float_gradient(rows.get(first..).unwrap_or_default(), all, m);
-                    let made = with_elements(&rows.to_dtype(DType::F32)?, product)?;
-                    Tensor::from_vec(made, (m, k), &Device::Cpu)?.to_dtype(x.dtype())?
+                    let made = with_elements(&to_dtype(&rows, DType::F32)?, product)?;
+                    to_dtype(&Tensor::from_vec(made, (m, k), &Device::Cpu)?, x.dtype())?
                 }
                 MatrixStorage::Blocks(_) => {
                     rows.narrow(1, first, n)?.matmul(&weight.dequantize()?.to_dtype(x.dtype())?)?

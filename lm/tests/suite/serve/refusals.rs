@@ -109,7 +109,8 @@ fn fields_out_of_range_are_named() {
     many["max_tokens"] = json!(null);
     assert_eq!(post(server.address, CHAT, &said("Hi", many)).status, 200, "the default is what may be told");
     let neutral = json!({"min_tokens": 0, "typical_p": 1, "top_n_sigma": -1, "bad_words": [], "skip_special_tokens": true});
-    for empty in [json!({"audio": ""}), json!({"functions": ""}), json!({"stop": ["<|im_end|>\n"]}), neutral] {
+    for empty in [json!({"audio": ""}), json!({"functions": ""}), json!({"stop": ["<|im_end|>\n"]}), neutral]
+    {
         assert_eq!(post(server.address, CHAT, &said("Hi", empty.clone())).status, 200, "{empty}");
     }
     assert_eq!(post(server.address, CHAT, &said("Hi", json!({}))).status, 200);
