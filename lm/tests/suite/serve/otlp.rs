@@ -168,8 +168,7 @@ fn spans_that_a_collector_refuses_are_counted_and_told_once() {
     };
     let (address, _) = collector_that_says(vec![of("400 Bad", ""), of("200 OK", part), of("200 OK", "")]);
     let mut program = Program::start(&["--otlp", &format!("http://{address}/v1/traces")]);
-    let ask =
-        || assert_eq!(post(program.address, COMPLETE, &json!({"prompt": "Once", "n": 0})).status, 400);
+    let ask = || assert_eq!(post(program.address, COMPLETE, &json!({"prompt": "Once", "n": 0})).status, 400);
     // A request that is refused is one span, and each of these a message of its own.
     for (dropped, sent) in [(1, 0), (2, 0), (2, 1)] {
         ask();
@@ -181,6 +180,9 @@ fn spans_that_a_collector_refuses_are_counted_and_told_once() {
     let said = program.said();
     let lines: Vec<&str> = said.lines().filter(|line| line.contains("spans were dropped")).collect();
     assert!(lines.len() == 2, "{said}");
-    assert!(lines[0].contains("1 spans were dropped, 1 in all: the collector answers with status 400"), "{said}");
+    assert!(
+        lines[0].contains("1 spans were dropped, 1 in all: the collector answers with status 400"),
+        "{said}"
+    );
     assert!(lines[1].contains("1 spans were dropped, 2 in all: the collector says \"too much\""), "{said}");
 }
