@@ -18,7 +18,8 @@ const EMBED: &str = "/v1/embeddings";
 fn write_encoder(folder: &Path, small: &Small) {
     write(folder, small, &[]);
     let word = |id: usize, content: &str| {
-        let off = ["single_word", "lstrip", "rstrip", "normalized"].map(|flag| (flag.to_owned(), json!(false)));
+        let off =
+            ["single_word", "lstrip", "rstrip", "normalized"].map(|flag| (flag.to_owned(), json!(false)));
         let mut fields = serde_json::Map::from_iter(off);
         fields.extend(json!({"id": id, "content": content, "special": true}).as_object().unwrap().clone());
         Value::Object(fields)
