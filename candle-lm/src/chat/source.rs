@@ -28,8 +28,8 @@ const IDS: [(&str, &str); 4] = [
     ("pad_token", "tokenizer.ggml.padding_token_id"),
 ];
 
-/// Returns the template of the model in a folder: `chat_template.jinja`, perhaps with another one for tools, else that of `tokenizer_config.json`, else that of
-/// `chat_template.json`, which some models for images have alone; `None` without any.
+/// Returns the template of the model in a folder: `chat_template.jinja`, perhaps with another one for tools, else that of
+/// `tokenizer_config.json`, else that of `chat_template.json`, which some models for images have alone; `None` without any.
 ///
 /// # Errors
 /// If it is not a template; the file is named.

@@ -17,7 +17,13 @@ const EMBED: &str = "/v1/embeddings";
 /// Writes the small encoder with a tokenizer of a few words.
 fn write_encoder(folder: &Path, small: &Small) {
     write(folder, small, &[]);
-    let word = |id: usize, content: &str| json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true});
+    let word = |id: usize, content: &str| {
+        let off =
+            ["single_word", "lstrip", "rstrip", "normalized"].map(|flag| (flag.to_owned(), json!(false)));
+        let mut fields = serde_json::Map::from_iter(off);
+        fields.extend(json!({"id": id, "content": content, "special": true}).as_object().unwrap().clone());
+        Value::Object(fields)
+    };
     let special = |id: &str| json!({"SpecialToken": {"id": id, "type_id": 0}});
     let text = json!({"Sequence": {"id": "A", "type_id": 0}});
     let tokens = |id: &str, token: usize| json!({"id": id, "ids": [token], "tokens": [id]});

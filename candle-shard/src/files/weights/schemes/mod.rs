@@ -53,8 +53,8 @@ pub(super) enum Scheme {
         size: usize,
         index: Option<usize>,
     },
-    /// MLX and MXFP4: `codes` `[rows, columns / per]` of 32 or 8 bits, which are floats of `bits`, and `scales` `[rows, groups]` of 8 bits; or those of the
-    /// matrix `index` of several.
+    /// MLX and MXFP4: `codes` `[rows, columns / per]` of 32 or 8 bits, which are floats of `bits`, and `scales` `[rows, groups]` of 8 bits;
+    /// or those of the matrix `index` of several.
     Floats { codes: StoredTensor, scales: StoredTensor, bits: usize, size: usize, index: Option<usize> },
     /// The keys `[heads, latent, key]` and the values `[heads, value, latent]` of latent attention: for each head the rows of its key, then
     /// those of its value.
