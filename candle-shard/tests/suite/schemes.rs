@@ -532,7 +532,7 @@ fn what_cannot_be_read_is_one_error() {
     refused("fp8_block", json!({"quant_method": "fp8"}), &["\"layer\"", "F32[2, 4]", "scales of [32, 128]"]);
     refused(
         "pack_group",
-        compressed("mxfp4-pack-quantized", json!({"num_bits": 4})),
+        compressed("marlin-24", json!({"num_bits": 4})),
         &["mxfp4-pack-quantized"],
     );
     refused(
