@@ -257,7 +257,6 @@ fn flags_without_effect_are_refused_and_not_in_the_help() {
             (&["score", "--cache-dtype", "bf16"], &["--cache-dtype", "score"]),
             (&["generate", "--stride", "5"], &["--stride", "generate"]),
             (&["--window", "5"], &["--window", "generate"]),
-            (&["train", "--train", "Cargo.toml", "--shares", "1"], &["--shares"]),
         ],
     );
     let help = |command: &str| String::from_utf8(crate::lm::llama(&[command, "--help"]).stdout).unwrap();
