@@ -98,7 +98,7 @@ fn stored<A: Copy + Sync, B: WithDType>(from: &[A], convert: impl Fn(A) -> B + S
         1,
         #[inline(always)]
         |first, out: &mut [B]| {
-            out.iter_mut().zip(&from[first..]).for_each(|(out, &from)| *out = convert(from))
+            out.iter_mut().zip(&from[first..]).for_each(|(out, &from)| *out = convert(from));
         },
     );
     B::to_cpu_storage_owned(out)
