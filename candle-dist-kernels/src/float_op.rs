@@ -29,9 +29,9 @@ pub(super) trait FloatOp<const N: usize>: Send + Sync + 'static {
 pub(super) struct FloatNode<O>(pub(super) O);
 
 /// An operand in the dtype of a computation, if it has another one itself.
-struct Widened(Option<CpuStorage>);
+struct WideOperand(Option<CpuStorage>);
 
-impl Widened {
+impl WideOperand {
     fn new<T: Real>(storage: &CpuStorage, layout: &Layout) -> Result<Self> {
         match T::cpu_storage_as_slice(storage) {
             Ok(_) => Ok(Self(None)),
@@ -72,7 +72,7 @@ impl<O> FloatNode<O> {
     where
         O: FloatOp<N>,
     {
-        let wide = try_each(inputs, |(storage, layout)| Widened::new::<T>(storage, layout))?;
+        let wide = try_each(inputs, |(storage, layout)| WideOperand::new::<T>(storage, layout))?;
         let mut slices = [&[][..]; N];
         for ((slice, wide), (storage, layout)) in slices.iter_mut().zip(&wide).zip(inputs) {
             *slice = wide.elements(storage, layout)?;
@@ -104,7 +104,7 @@ impl<O> FloatNode<O> {
     where
         O: FloatOp<N>,
     {
-        let widened = |reader: &TensorReader<'_>| Widened::new::<T>(cpu(&reader.storage)?, reader.layout);
+        let widened = |reader: &TensorReader<'_>| WideOperand::new::<T>(cpu(&reader.storage)?, reader.layout);
         let readers = inputs.map(TensorReader::new);
         let wide = try_each(readers.each_ref(), widened)?;
         let mut slices = [&[][..]; N];

@@ -2,6 +2,8 @@
 
 use std::future::poll_fn;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use candle_lm::serve::{RequestQueue, ServeRequest, TokenEvent};
 use serde_json::{Value, json};
 
@@ -139,7 +141,7 @@ impl EmbeddingForm {
             let numbers = match self {
                 Self::Numbers => json!(vector),
                 Self::Base64 => {
-                    json!(base64(&vector.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>()))
+                    json!(STANDARD.encode(vector.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>()))
                 }
             };
             json!({"object": "embedding", "index": index, "embedding": numbers})
@@ -150,42 +152,5 @@ impl EmbeddingForm {
             "model": model,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         })
-    }
-}
-
-/// Letters of 6 bits each, filled up to groups of four.
-fn base64(bytes: &[u8]) -> String {
-    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let group = |bytes: &[u8]| {
-        let word =
-            [0, 1, 2].iter().fold(0u32, |word, &at| word << 8 | bytes.get(at).map_or(0, |&byte| byte.into()));
-        let letter = move |at: usize| match at <= bytes.len() {
-            true => char::from(LETTERS[(word >> (18 - 6 * at) & 63) as usize]),
-            false => '=',
-        };
-        [letter(0), letter(1), letter(2), letter(3)]
-    };
-    bytes.chunks(3).flat_map(group).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::base64;
-
-    #[test]
-    fn bytes_are_written_as_letters() {
-        // The test vectors of RFC 4648.
-        let pairs = [
-            ("", ""),
-            ("f", "Zg=="),
-            ("fo", "Zm8="),
-            ("foo", "Zm9v"),
-            ("foob", "Zm9vYg=="),
-            ("foobar", "Zm9vYmFy"),
-        ];
-        for (bytes, letters) in pairs {
-            assert_eq!(base64(bytes.as_bytes()), letters);
-        }
-        assert_eq!(base64(&[0xfb, 0xff, 0xfe]), "+//+");
     }
 }
