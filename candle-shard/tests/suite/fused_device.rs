@@ -461,7 +461,8 @@ fn tensors_of_several_gpus_are_refused() {
     }
     let gpus = [0, 1].map(|gpu| Device::new_cuda(gpu).unwrap());
     let on = |dims: &[usize], gpu: usize| values(dims, 1, DType::F32).to_device(&gpus[gpu]).unwrap();
-    let ops: [(&str, &dyn Fn(usize) -> Result<Tensor>); 6] = [
+    type OnGpu<'a> = &'a dyn Fn(usize) -> Result<Tensor>;
+    let ops: [(&str, OnGpu<'_>); 6] = [
         ("rms_norm", &|other| rms_norm(&on(&[3, 8], 0), &on(&[8], other), 1e-5)),
         ("silu_gate", &|other| silu_gate(&on(&[3, 8], 0), &on(&[3, 8], other))),
         ("masked_softmax", &|other| masked_softmax(&on(&[3, 8], 0), &on(&[8], other), 1.0)),

@@ -107,6 +107,8 @@ fn write_factors(path: &Path) {
     candle_core::safetensors::save(&tensors, path).unwrap();
 }
 
+type NamedGradients = BTreeMap<String, Vec<f32>>;
+
 /// The output, and the gradients of all factors by name, of experts beside which an adapter learns.
 fn learn(
     [path, factors]: [&Path; 2],
@@ -114,7 +116,7 @@ fn learn(
     [ep, tp]: [usize; 2],
     shares: Option<Shares>,
     (as_floats, rows): (bool, usize),
-) -> Result<(Vec<f32>, BTreeMap<String, Vec<f32>>)> {
+) -> Result<(Vec<f32>, NamedGradients)> {
     let mesh = ctx.mesh(&[("ep", ep), ("tp", tp)])?;
     let plan = Plan::new("tp").with_shares(shares);
     let vb = MeshVarBuilder::from_weights(Weights::open(path)?, 0, &mesh, plan, DType::F32, &CPU)?;

@@ -91,7 +91,7 @@ const CANDLE_DIST: &[Folder] = &[
     Folder {
         path: "backend/nccl",
         floors: &[
-            "abort compare ctas devices errors limit marks plan posts reduction values",
+            "abort assemblies compare ctas devices errors limit marks plan posts reduction values",
             "costs handle watch",
             "comm",
             "lanes parked",
@@ -155,10 +155,10 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
         &[
             "device_text registers",
             "mod real",
-            "bounds conv convert div element float_op master nvrtc parallel prefetch row_order rule weight_sink",
+            "bounds conv div element nvrtc parallel prefetch row_order rule weight_sink",
             "device_rows fused random rows",
-            "few_rows numbers product row_put row_take rows_off_host",
-            "embedding_off_host row_sum",
+            "convert few_rows numbers product row_put row_take rows_off_host",
+            "embedding_off_host float_op master row_sum",
             "row_update",
             "dense_update",
             "rules",
@@ -170,14 +170,22 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
         ],
     ),
     folder("device_rows", &["launch", "cuda", "mod"]),
-    folder("fused", &["call", "cuda emulated", "run", "adam_w cross_entropy function norm rope softmax"]),
+    folder("fused", &["call", "cuda emulated", "run", "adam_w cross_entropy function norm put rope softmax"]),
     folder("function", &["mod", "formulas off_host", "apply"]),
     folder("linear_attention", &["sizes", "scan", "backward inputs", "composed", "mod"]),
-    folder("product", &["matrix", "panels", "pairs", "pair_operand", "operands", "mod"]),
+    folder("product", &["matrix", "columns panels", "pairs", "pair_operand", "operands", "mod"]),
     folder("random", &["distribution grid stream", "draws launch", "device", "mod"]),
     folder(
         "quantized",
-        &["blocks format", "inputs lanes", "avx2 avx512 kernel portable", "tiles", "matrix", "product"],
+        &[
+            "blocks format",
+            "inputs lanes",
+            "avx2 avx512 kernel portable",
+            "tiles",
+            "floats",
+            "matrix",
+            "product",
+        ],
     ),
 ];
 
@@ -236,7 +244,8 @@ const CANDLE_SHARD: &[Folder] = &[
         "nn/moe",
         &["mod", "config", "load", "capacity dispatch quantized router shared", "experts losses", "layer"],
     ),
-    folder("nn/kv_cache", &["layout", "mod", "texts"]),
+    // A cache holds its keys and values in one memory where it can.
+    Folder { path: "nn/kv_cache", floors: &["layout", "mod", "pair texts"], up: &[("mod", "pair")] },
     folder("nn/lora", &["active", "layer", "filters table", "builder"]),
     folder(
         "nn/optim",
