@@ -1099,16 +1099,14 @@ fn quantized_products_are_near_those_of_the_floats_and_equal_on_every_mesh() {
     let (prompt, models) = convertible();
     for Family { case, config, .. } in models {
         let folder = tempfile::tempdir().unwrap();
-        let [file, four_bits] = ["model.gguf", "four.gguf"].map(|name| folder.path().join(name));
+        let file = folder.path().join("model.gguf");
         write(&file, &config, GgmlDType::Q8_0);
-        write(&four_bits, &config, GgmlDType::Q4_0);
         let alone = {
             let (file, prompt) = (file.clone(), prompt.clone());
             on_ranks(1, &case, move |ctx| logits(ctx, &file, &prompt, false)).remove(0)
         };
-        for (ranks, file) in [(1, &file), (2, &file), (3, &file), (2, &four_bits)] {
-            let alone = (!file.ends_with("four.gguf")).then(|| alone.clone());
-            let (file, prompt, case) = (file.clone(), prompt.clone(), case.clone());
+        for ranks in 1..=3 {
+            let (file, prompt, case, alone) = (file.clone(), prompt.clone(), case.clone(), alone.clone());
             on_ranks(ranks, &case.clone(), move |ctx| -> anyhow::Result<()> {
                 let of_floats = logits(ctx, &file, &prompt, true)?;
                 let of_blocks = logits(ctx, &file, &prompt, false)?;
@@ -1120,14 +1118,53 @@ fn quantized_products_are_near_those_of_the_floats_and_equal_on_every_mesh() {
                     assert!(furthest <= share * most, "{case} on {}: {furthest} of {most}", ctx.world_size());
                 };
                 near(&of_blocks, &of_floats, 0.08);
-                if let Some(alone) = &alone {
-                    near(&of_blocks, alone, 0.04);
-                }
+                near(&of_blocks, &alone, 0.04);
                 Ok(())
             });
         }
         let want = greedy(&file, &prompt, 4, [1, 1]);
         assert_eq!(greedy(&file, &prompt, 4, [2, 2]), want, "{case}");
+    }
+}
+
+/// Writes a file with the floats that the blocks of another one stand for.
+fn write_floats(from: &Path, to: &Path) {
+    let mut reader = fs::File::open(from).unwrap();
+    let content = gguf_file::Content::read(&mut reader).unwrap();
+    let metadata: Vec<(&str, &Stored)> =
+        content.metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    let tensors: Vec<(&str, QTensor)> = content
+        .tensor_infos
+        .keys()
+        .map(|name| {
+            let tensor = content.tensor(&mut reader, name, &Device::Cpu).unwrap();
+            let floats = tensor.dequantize(&Device::Cpu).unwrap();
+            (name.as_str(), QTensor::quantize(&floats, GgmlDType::F32).unwrap())
+        })
+        .collect();
+    let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (*name, tensor)).collect();
+    gguf_file::write(&mut fs::File::create(to).unwrap(), &metadata, &tensors).unwrap();
+}
+
+#[test]
+fn blocks_of_every_family_are_the_floats_that_they_stand_for() {
+    let (prompt, models) = convertible();
+    let folder = tempfile::tempdir().unwrap();
+    let [blocks, floats] = ["blocks.gguf", "floats.gguf"].map(|name| folder.path().join(name));
+    for Family { case, config, .. } in models {
+        for (dtype, ranks) in [(GgmlDType::Q4_0, 2), (GgmlDType::Q8_0, 3)] {
+            write(&blocks, &config, dtype);
+            write_floats(&blocks, &floats);
+            let (blocks, floats, prompt) = (blocks.clone(), floats.clone(), prompt.clone());
+            on_ranks(ranks, &case.clone(), move |ctx| -> anyhow::Result<()> {
+                let (got, want) =
+                    (logits(ctx, &blocks, &prompt, true)?, logits(ctx, &floats, &prompt, true)?);
+                for (got, want) in got.iter().flatten().zip(want.iter().flatten()) {
+                    assert!((got - want).abs() <= 1e-4, "{dtype:?} on {ranks}: {got} instead of {want}");
+                }
+                Ok(())
+            });
+        }
     }
 }
 
