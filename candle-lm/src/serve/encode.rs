@@ -55,7 +55,7 @@ impl EncoderOptions {
 /// let (queue, options) = (RequestQueue::new(QueueLimits::default()), EncoderOptions::of(DType::F32));
 /// let folder = std::path::Path::new("all-MiniLM-L6-v2");
 /// World::threads(2).run(|ctx| serve_encoder(ctx, folder, &options, (ctx.rank() == 0).then_some(&queue)))?;
-/// # Ok::<(), candle_dist::Error>(())
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn serve_encoder(
     ctx: &RankContext,

@@ -459,7 +459,7 @@ fn tensors_of_several_gpus_are_refused() {
     if test_utils::skip_unless_gpus(2) {
         return;
     }
-    let gpus = [0, 1].map(|gpu| Device::new_cuda(gpu).unwrap());
+    let gpus = [0, 1].map(|gpu| Device::new_cuda_with_stream(gpu).unwrap());
     let on = |dims: &[usize], gpu: usize| values(dims, 1, DType::F32).to_device(&gpus[gpu]).unwrap();
     type OnGpu<'a> = &'a dyn Fn(usize) -> Result<Tensor>;
     let ops: [(&str, OnGpu<'_>); 6] = [
