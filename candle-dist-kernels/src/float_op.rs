@@ -48,12 +48,6 @@ impl WideOperand {
     }
 }
 
-/// Returns `f` of each item, or the first error.
-fn try_each<A, B, const N: usize>(items: [A; N], f: impl FnMut(A) -> Result<B>) -> Result<[B; N]> {
-    let made: Vec<B> = items.into_iter().map(f).collect::<Result<_>>()?;
-    made.try_into().map_err(|_| candle_core::Error::Msg("an op of another number of inputs".into()))
-}
-
 impl<O> FloatNode<O> {
     fn forward<const N: usize>(&self, inputs: [(&CpuStorage, &Layout); N]) -> Result<(CpuStorage, Shape)>
     where
@@ -72,7 +66,10 @@ impl<O> FloatNode<O> {
     where
         O: FloatOp<N>,
     {
-        let wide = try_each(inputs, |(storage, layout)| WideOperand::new::<T>(storage, layout))?;
+        let mut wide = [const { WideOperand(None) }; N];
+        for (wide, (storage, layout)) in wide.iter_mut().zip(inputs) {
+            *wide = WideOperand::new::<T>(storage, layout)?;
+        }
         let mut slices = [&[][..]; N];
         for ((slice, wide), (storage, layout)) in slices.iter_mut().zip(&wide).zip(inputs) {
             *slice = wide.elements(storage, layout)?;
@@ -106,7 +103,10 @@ impl<O> FloatNode<O> {
     {
         let widened = |reader: &TensorReader<'_>| WideOperand::new::<T>(cpu(&reader.storage)?, reader.layout);
         let readers = inputs.map(TensorReader::new);
-        let wide = try_each(readers.each_ref(), widened)?;
+        let mut wide = [const { WideOperand(None) }; N];
+        for (wide, reader) in wide.iter_mut().zip(&readers) {
+            *wide = widened(reader)?;
+        }
         let mut slices = [&[][..]; N];
         for ((slice, wide), reader) in slices.iter_mut().zip(&wide).zip(&readers) {
             *slice = wide.elements(cpu(&reader.storage)?, reader.layout)?;
@@ -115,13 +115,15 @@ impl<O> FloatNode<O> {
         let wide_grad = widened(&reader)?;
         let grad = wide_grad.elements::<T>(cpu(&reader.storage)?, reader.layout)?;
         let (shapes, is_tracked) = (inputs.map(Tensor::shape), inputs.map(Tensor::track_op));
-        let mut at = 0;
-        try_each(self.0.backward::<T>(slices, shapes, is_tracked, grad)?, |made| {
-            let input = inputs[at];
-            at += 1;
-            made.map(|made| to_dtype(&Tensor::from_vec(made, input.shape(), &Device::Cpu)?, input.dtype()))
-                .transpose()
-        })
+        let made = self.0.backward::<T>(slices, shapes, is_tracked, grad)?;
+        let mut grads = [const { None }; N];
+        for ((grad, made), input) in grads.iter_mut().zip(made).zip(inputs) {
+            if let Some(made) = made {
+                let made = Tensor::from_vec(made, input.shape(), &Device::Cpu)?;
+                *grad = Some(to_dtype(&made, input.dtype())?);
+            }
+        }
+        Ok(grads)
     }
 }
 

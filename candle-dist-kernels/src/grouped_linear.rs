@@ -309,7 +309,7 @@ mod tests {
 
     #[test]
     fn threads_that_take_whole_groups_change_no_bits() {
-        // Even groups, which threads take whole; groups of which one has almost all rows; groups without rows.
+        // Groups are even, so a thread takes a whole one; one group has almost all rows; some groups have none.
         for counts in [vec![64; 8], vec![1, 500, 2, 9], vec![0, 200, 0, 210, 205, 0]] {
             let x = waves(&[counts.iter().sum(), 128], DType::F32);
             let weight = waves(&[counts.len(), 96, 128], DType::F32);

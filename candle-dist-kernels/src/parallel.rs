@@ -45,13 +45,13 @@ pub(super) fn threads() -> usize {
 
 /// Runs `f`, all of whose work this thread does alone, as other threads have work of their own.
 pub(super) fn alone<R>(f: impl FnOnce() -> R) -> R {
-    struct Restore(bool);
-    impl Drop for Restore {
+    struct AloneGuard(bool);
+    impl Drop for AloneGuard {
         fn drop(&mut self) {
             IS_ALONE.set(self.0);
         }
     }
-    let _before = Restore(IS_ALONE.replace(true));
+    let _before = AloneGuard(IS_ALONE.replace(true));
     f()
 }
 
