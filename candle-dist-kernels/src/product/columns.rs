@@ -3,9 +3,9 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
 use candle_core::{Result, bail};
-use gemm::{Parallelism, gemm};
+use gemm::Parallelism;
 
-use super::matrix::Matrix;
+use super::matrix::{Matrix, multiply_into};
 use crate::parallel;
 
 /// Some columns of a new matrix, which nothing else uses.
@@ -29,42 +29,8 @@ impl NewColumns<'_> {
             let [rows, columns] = self.dims;
             bail!("product: [{m}, {k}] by [{inner}, {n}] is not [{rows}, {columns}]");
         }
-        let is_thin = m == 1 || n == 1 || k <= 2;
-        if is_thin && !self.is_written {
-            // gemm adds to the result of vectors and of thin matrices.
-            for row in 0..m {
-                // SAFETY: the row has `n` elements here, which nothing else uses.
-                unsafe { self.first.add(row * self.stride).write_bytes(0, n) };
-            }
-        }
-        let [a_rows, a_columns] = a.strides.map(|stride| stride as isize);
-        let [b_rows, b_columns] = b.strides.map(|stride| stride as isize);
-        // SAFETY: `Matrix::new` has checked that all elements of `a` and `b` lie in their slices. The result has `m` rows of
-        // `n` elements, which nothing else uses. gemm reads them only if `is_written`, except in the cases where they are
-        // filled above. It writes every element.
-        unsafe {
-            gemm(
-                m,
-                n,
-                k,
-                self.first,
-                1,
-                self.stride as isize,
-                self.is_written,
-                a.elements.as_ptr(),
-                a_columns,
-                a_rows,
-                b.elements.as_ptr(),
-                b_columns,
-                b_rows,
-                1.0,
-                1.0,
-                false,
-                false,
-                false,
-                Parallelism::None,
-            );
-        }
+        // SAFETY: the part has `m` rows of `n` elements, which nothing else uses.
+        unsafe { multiply_into((self.first, self.stride), self.is_written, a, b, Parallelism::None) };
         self.is_written = true;
         Ok(())
     }

@@ -61,38 +61,61 @@ pub(super) fn multiply<T: Real>(
     if k != inner {
         bail!("product: [{m}, {k}] does not fit [{inner}, {n}]");
     }
+    let mut out = Vec::with_capacity(m * n);
+    // SAFETY: `out` has room for `m` rows of `n` elements, which no other slice overlaps, and all are written.
+    unsafe {
+        multiply_into((out.as_mut_ptr(), n), false, a, b, parallelism);
+        out.set_len(m * n);
+    }
+    Ok(out)
+}
+
+/// Writes the product of `a [m, k]` and `b [k, n]` into rows that begin `stride` elements after each other, or adds it to them.
+///
+/// # Safety
+/// The matrices fit. From `out` on there are `m` such rows of `n` elements, which nothing else uses. To be added to, they have been
+/// written.
+pub(super) unsafe fn multiply_into<T: Real>(
+    (out, stride): (*mut T, usize),
+    adds: bool,
+    a: Matrix<'_, T>,
+    b: Matrix<'_, T>,
+    parallelism: Parallelism,
+) {
+    let ([m, k], [_, n]) = (a.dims, b.dims);
+    let is_thin = m == 1 || n == 1 || k <= 2;
+    if is_thin && !adds {
+        // gemm adds to the result of vectors and of thin matrices.
+        for row in 0..m {
+            // SAFETY: the row has `n` elements here. Zeros are bits of zeros.
+            unsafe { out.add(row * stride).write_bytes(0, n) };
+        }
+    }
     let [a_rows, a_columns] = a.strides.map(|stride| stride as isize);
     let [b_rows, b_columns] = b.strides.map(|stride| stride as isize);
-    let mut out = Vec::with_capacity(m * n);
-    if m == 1 || n == 1 || k <= 2 {
-        out.resize(m * n, T::zero()); // gemm adds to the result of vectors and of thin matrices
-    }
-    // SAFETY: `Matrix::new` has checked that all elements of `a` and `b` lie in their slices, and `out` has room for
-    // `m * n` elements, which no other slice overlaps. gemm does not read the result, as `read_dst` is false, except in the
-    // cases where it is filled above. It writes every element.
+    // SAFETY: `Matrix::new` has checked that all elements of `a` and `b` lie in their slices. gemm reads the result only if
+    // it `adds`, except in the cases where it is filled above. It writes every element.
     unsafe {
         gemm(
             m,
             n,
             k,
-            out.as_mut_ptr(),
+            out,
             1,
-            n as isize,
-            false,
+            stride as isize,
+            adds,
             a.elements.as_ptr(),
             a_columns,
             a_rows,
             b.elements.as_ptr(),
             b_columns,
             b_rows,
-            T::zero(),
+            T::one(),
             T::one(),
             false,
             false,
             false,
             parallelism,
         );
-        out.set_len(m * n);
     }
-    Ok(out)
 }
