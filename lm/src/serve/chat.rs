@@ -375,15 +375,14 @@ fn message(message: &Value) -> ApiResult<ChatMessage> {
 /// The text of a content: a string, or parts of text.
 fn text(content: &Value) -> ApiResult<String> {
     const NAME: &str = "messages";
+    let field = |part: &Value, name: &str| {
+        let text = part.get(name).and_then(Value::as_str).map(str::to_owned);
+        text.ok_or_else(|| ApiError::invalid(NAME, format!("A part of a message has no `{name}`.")))
+    };
     let part = |part: &Value| match (part.get("type").and_then(Value::as_str), part) {
         (_, Value::String(text)) => Ok(text.clone()),
-        (Some("text" | "input_text" | "output_text"), part) => {
-            let text = part.get("text").and_then(Value::as_str).map(str::to_owned);
-            text.ok_or_else(|| ApiError::invalid(NAME, "A part of a message has no `text`."))
-        }
-        (Some("refusal"), part) => {
-            Ok(part.get("refusal").and_then(Value::as_str).unwrap_or_default().to_owned())
-        }
+        (Some("text" | "input_text" | "output_text"), part) => field(part, "text"),
+        (Some("refusal"), part) => field(part, "refusal"),
         (kind, _) => {
             let kind: String = kind.unwrap_or("nothing known").chars().take(40).collect();
             Err(ApiError::invalid(

@@ -4,6 +4,7 @@ mod access;
 mod answer;
 mod api_error;
 pub mod args;
+mod body;
 mod calls;
 mod chat;
 mod choice;

@@ -7,22 +7,23 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use axum::body::{Body, HttpBody};
+use axum::body::Body;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Uri, header};
+use axum::http::{HeaderName, HeaderValue, Response, StatusCode, Uri, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::routing::{any, get, post};
 use axum::{Extension, Router};
 use candle_lm::serve::{RequestError, RequestQueue, ServeStatus};
 use candle_lm::tokens;
 use serde_json::{Value, json};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{sleep, timeout};
+use tokio::sync::Semaphore;
+use tokio::time::sleep;
 
 use super::access::Client;
 use super::answer::{self, AnswerFrame, AnswerPlan, TextParts};
 use super::api_error::{ApiError, ApiResult};
+use super::body::RequestBody;
 use super::choice::{Choice, ChoicePlan, ChoiceStep};
 use super::chunks::ChunkWriter;
 use super::embeddings;
@@ -36,8 +37,6 @@ use super::prep::{PrepThread, RequestContext};
 use super::response_writer::ResponseWriter;
 use super::{chat, completion, openapi, responses};
 
-/// The time that a body has to arrive.
-const BODY_TIME: Duration = Duration::from_secs(60);
 /// A stream begins without its first token after so long, so that what is between it and the client knows that it lives.
 const FIRST: Duration = Duration::from_secs(10);
 /// A pass that takes longer than this is none.
@@ -228,57 +227,6 @@ async fn model(
     }
 }
 
-/// The body of a request.
-struct RequestBody {
-    bytes: Vec<u8>,
-    /// Gives its bytes back to others.
-    permit: Option<OwnedSemaphorePermit>,
-}
-
-/// Reads the body of a request, which is said to be JSON.
-async fn body(state: &FrontState, headers: &HeaderMap, body: Body) -> ApiResult<RequestBody> {
-    let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
-    let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
-    if kind != "application/json" && !(kind.starts_with("application/") && kind.ends_with("+json")) {
-        return Err(ApiError::not_json());
-    }
-    let is_plain = |encoding: &HeaderValue| encoding.as_bytes().eq_ignore_ascii_case(b"identity");
-    if !headers.get_all(header::CONTENT_ENCODING).iter().all(is_plain) {
-        return Err(ApiError::encoded());
-    }
-    let most = state.options.limits.body;
-    let declared =
-        headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
-    if declared.is_some_and(|declared| declared > most as u64) {
-        return Err(ApiError::too_large(most));
-    }
-    let whole = collect(&state.bodies, body, most);
-    timeout(BODY_TIME, whole).await.unwrap_or_else(|_| Err(ApiError::slow_body()))
-}
-
-/// Reads up to `most` bytes, as long as there is room for them beside those of other bodies.
-async fn collect(room: &Arc<Semaphore>, body: Body, most: usize) -> ApiResult<RequestBody> {
-    let mut body = std::pin::pin!(body);
-    let mut whole = RequestBody { bytes: Vec::new(), permit: None };
-    while let Some(frame) = poll_fn(|context| body.as_mut().poll_frame(context)).await {
-        let Ok(data) = frame.map_err(|_| ApiError::slow_body())?.into_data() else { continue };
-        if whole.bytes.len() + data.len() > most {
-            return Err(ApiError::too_large(most));
-        }
-        let taken =
-            u32::try_from(data.len()).ok().and_then(|len| room.clone().try_acquire_many_owned(len).ok());
-        let taken = taken.ok_or_else(|| {
-            ApiError::busy("The bodies of other requests take all the room.", Duration::from_secs(1))
-        })?;
-        match &mut whole.permit {
-            Some(permit) => permit.merge(taken),
-            permit => *permit = Some(taken),
-        }
-        whole.bytes.extend_from_slice(&data);
-    }
-    Ok(whole)
-}
-
 /// Reads a body on the thread for it.
 async fn read<T: Send + 'static>(
     state: &Arc<FrontState>,
@@ -289,7 +237,7 @@ async fn read<T: Send + 'static>(
 ) -> ApiResult<T> {
     let (_, room) = state.open()?;
     let (parts, sent) = request.into_parts();
-    let body = body(state, &parts.headers, sent).await?;
+    let body = RequestBody::read(&state.bodies, state.options.limits.body, &parts.headers, sent).await?;
     let (shared, client, arrival) = (state.clone(), head.client.clone(), record.arrival());
     let run = move || {
         let limits = &shared.options.limits;

@@ -21,7 +21,8 @@ use tokenizers::Tokenizer;
 
 use super::experts::{ERNIE, EXAONE};
 use super::mamba::NEMOTRON_MIXTURE;
-use super::{ARCHITECTURES, CONV, MODULES, NORMS, QK_NORMS, TENSORS, llama4, tokenizer};
+use super::names::{CONV, MODULES, NORMS, QK_NORMS, TENSORS};
+use super::{ARCHITECTURES, llama4, tokenizer};
 use crate::adapter::MergedAdapter;
 use crate::config::mixers::MixerKind;
 use crate::config::parts::{FUSED_GATE, FUSED_SHARED, Parts, QkNorm};

@@ -27,6 +27,7 @@ fn fields_out_of_range_are_named() {
             json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://localhost:1/"}}]}]),
         ),
         ("messages", json!([{"role": "user", "content": [{"type": "input_audio"}]}])),
+        ("messages", json!([{"role": "assistant", "content": [{"type": "refusal"}]}])),
         ("messages", json!([{"role": "user", "content": "Hi", "name": 3}])),
         ("messages", json!([{"role": "assistant", "content": null}])),
         ("messages", json!([{"role": "assistant", "tool_calls": [{"id": "1"}]}])),
