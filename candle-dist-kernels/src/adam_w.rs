@@ -99,30 +99,31 @@ impl Optimizer for AdamW {
 
     /// Updates each variable that has a gradient.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
-        self.steps += 1;
+        let steps = self.steps.saturating_add(1);
         let mut updates = Vec::with_capacity(self.moments.len());
         for Moments { var, master, first, second } in &self.moments {
             if let Some(grad) = grads.get(var) {
                 let (master, moments) = (master.as_ref(), [first, second]);
-                updates.push(AdamWUpdate { steps: self.steps, var, master, moments, grad });
+                updates.push(AdamWUpdate { steps, var, master, moments, grad });
             }
         }
-        step_adam_w(&self.params, &updates)
+        step_adam_w(&self.params, &updates)?;
+        self.steps = steps;
+        Ok(())
     }
 }
 
 /// Updates variables, in one launch for many on a CUDA device.
 ///
 /// # Errors
-/// If a gradient has another shape, or a dtype that gradients of its variable do not have: then no variable is updated that a launch
-/// would have.
+/// If a gradient has another shape, or a dtype that gradients of its variable do not have: then no variable is updated.
 pub fn step_adam_w(params: &ParamsAdamW, updates: &[AdamWUpdate<'_>]) -> Result<()> {
+    updates.iter().try_for_each(|update| check_gradient("AdamW", update.var, update.grad))?;
     let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
     let options = AdamWOptions { lr, betas: [beta1, beta2], eps, keep: 1.0 - lr * weight_decay };
     let mut launches: Vec<(&'static str, Vec<&AdamWUpdate<'_>>)> = Vec::new();
     for update in updates {
         let AdamWUpdate { steps, var, master, moments, grad } = *update;
-        check_gradient("AdamW", var, grad)?;
         let Some(kernel) = fused::adam_w::kernel(update).filter(|_| var.elem_count() > 0) else {
             let AdamWOptions { lr, betas, eps, keep } = options;
             let rule = AdamWRule { lr, betas, scales: options.scales(steps), eps, keep };

@@ -1,10 +1,10 @@
-use candle_core::{Error, Result, Shape, Tensor};
-use candle_dist_base::{edges, empty};
+use candle_core::{Result, Shape, Tensor};
+use candle_dist_base::empty;
 
-use super::float_op::{FloatNode, FloatOp};
+use super::float_op::FloatOp;
 use super::function::{Function, logistic, weighted};
-use super::silu_gate::zip;
-use super::{check_dtype, compute_dtype, fused, real::Real};
+use super::real::Real;
+use super::silu_gate::{gated, zip};
 
 /// The gated activation of gpt-oss, `g · sigmoid(alpha · g) · (u + 1)`, where `g` is `x` and at most `limit`, and `u` is `gate` from
 /// `-limit` to `limit`. `alpha` is positive.
@@ -21,20 +21,9 @@ use super::{check_dtype, compute_dtype, fused, real::Real};
 /// # }
 /// ```
 pub fn clamped_gate(x: &Tensor, gate: &Tensor, alpha: f64, limit: f64) -> Result<Tensor> {
-    compute_dtype("clamped_gate", x)?;
-    check_dtype("clamped_gate", x, gate)?;
-    if x.dims() != gate.dims() {
-        let (lhs, rhs) = (x.shape().clone(), gate.shape().clone());
-        return Err(Error::ShapeMismatchBinaryOp { lhs, rhs, op: "clamped_gate" }.bt());
-    }
     // A limit of 0 is none in the kernels, and they get it as f32.
-    if limit as f32 > 0.0 && fused::computes(&[x, gate]) {
-        return fused::function::gate("clamped_gate", x, gate, Some([alpha, limit]));
-    }
-    if !x.device().is_cpu() {
-        return composed(x, gate, alpha, limit);
-    }
-    edges::apply2(&x.contiguous()?, &gate.contiguous()?, FloatNode(ClampedGate { alpha, limit }))
+    let kernel = (limit as f32 > 0.0, Some([alpha, limit]));
+    gated(ClampedGate { alpha, limit }, [x, gate], kernel, &|| composed(x, gate, alpha, limit))
 }
 
 fn composed(x: &Tensor, gate: &Tensor, alpha: f64, limit: f64) -> Result<Tensor> {

@@ -127,7 +127,7 @@ pub mod parts {
     pub use crate::fused::adam_w::AdamWUpdate;
     pub use crate::fused::emulated::{HostArgument, HostLaunch, HostRunner, with_kernels_on_host};
     pub use crate::fused::put::set_both;
-    pub use crate::master::{master_of, on_master};
+    pub use crate::master::{check_gradient, master_of, on_master};
     pub use crate::pool::upsample_bilinear2d_scaled;
     pub use crate::random::launch::{DrawLaunch, SOURCE as DRAW_SOURCE};
     pub use crate::real::is_computed;

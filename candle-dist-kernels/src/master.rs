@@ -20,7 +20,7 @@ pub fn master_of(var: &Var) -> Result<Option<Var>> {
 ///
 /// # Errors
 /// If the gradient has another shape, or a dtype that gradients of `var` do not have.
-pub(super) fn check_gradient(name: &str, var: &Var, grad: &Tensor) -> Result<()> {
+pub fn check_gradient(name: &str, var: &Var, grad: &Tensor) -> Result<()> {
     if grad.shape() != var.shape() || ![var.dtype(), sum_dtype(var.dtype())].contains(&grad.dtype()) {
         let (want, got) = (var.shape(), grad.shape());
         bail!("{name}: a gradient {got:?} {:?} of a variable {want:?} {:?}", grad.dtype(), var.dtype());

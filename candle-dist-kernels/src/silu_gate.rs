@@ -19,19 +19,29 @@ use super::{check_dtype, compute_dtype, fused, real::Real, rows::new_by_blocks};
 /// # }
 /// ```
 pub fn silu_gate(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
-    compute_dtype("silu_gate", x)?;
-    check_dtype("silu_gate", x, gate)?;
+    gated(SiluGate, [x, gate], (true, None), &|| composed(x, gate))
+}
+
+/// A gate of two tensors of one shape: by a kernel with these numbers if there is one, off the host by candle's operations.
+pub(super) fn gated<O: FloatOp<2>>(
+    op: O,
+    [x, gate]: [&Tensor; 2],
+    (has_kernel, numbers): (bool, Option<[f64; 2]>),
+    composed: &dyn Fn() -> Result<Tensor>,
+) -> Result<Tensor> {
+    compute_dtype(O::NAME, x)?;
+    check_dtype(O::NAME, x, gate)?;
     if x.dims() != gate.dims() {
         let (lhs, rhs) = (x.shape().clone(), gate.shape().clone());
-        return Err(Error::ShapeMismatchBinaryOp { lhs, rhs, op: "silu_gate" }.bt());
+        return Err(Error::ShapeMismatchBinaryOp { lhs, rhs, op: O::NAME }.bt());
     }
-    if fused::computes(&[x, gate]) {
-        return fused::function::gate("silu_gate", x, gate, None);
+    if has_kernel && fused::computes(&[x, gate]) {
+        return fused::function::gate(O::NAME, x, gate, numbers);
     }
     if !x.device().is_cpu() {
-        return composed(x, gate);
+        return composed();
     }
-    edges::apply2(&x.contiguous()?, &gate.contiguous()?, FloatNode(SiluGate))
+    edges::apply2(&x.contiguous()?, &gate.contiguous()?, FloatNode(op))
 }
 
 pub(super) fn composed(x: &Tensor, gate: &Tensor) -> Result<Tensor> {

@@ -11,6 +11,7 @@ use candle_shard::nn::{Embedding, FusedQkv, Heads, LayerNorm, Linear, MeshVarBui
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{AttentionMask, DTensor, Placements, Replicate, Weights, regular};
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use wildmatch::WildMatch;
 
@@ -76,6 +77,7 @@ impl EncoderConfig {
             heads > 0 && hidden_size.is_multiple_of(heads),
             "num_attention_heads {heads} does not divide hidden_size {hidden_size}"
         );
+        check_modules(folder)?;
         check_pooling(folder)?;
         Ok(config)
     }
@@ -86,15 +88,36 @@ impl EncoderConfig {
     }
 }
 
+/// Reads a file that may be absent.
+fn said_in<T: DeserializeOwned>(path: &Path) -> Result<Option<T>> {
+    let text = match regular::read_text(path, regular::CONFIG) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        text => text.with_context(|| format!("{}", path.display()))?,
+    };
+    serde_json::from_str(&text).map(Some).with_context(|| format!("{}", path.display()))
+}
+
+/// Checks that nothing else comes behind the encoder than a pool and a division by the length, where the files say what does.
+fn check_modules(folder: &Path) -> Result<()> {
+    const KNOWN: [&str; 3] = ["Transformer", "Pooling", "Normalize"];
+    let path = folder.join("modules.json");
+    for module in said_in::<Vec<Value>>(&path)?.into_iter().flatten() {
+        let kind = module["type"].as_str().and_then(|kind| kind.rsplit('.').next());
+        ensure!(
+            kind.is_some_and(|kind| KNOWN.contains(&kind)),
+            "{}: a module has the type {}, and only {} are supported",
+            path.display(),
+            module["type"],
+            KNOWN.join(", ")
+        );
+    }
+    Ok(())
+}
+
 /// Checks that embeddings are means of the last hidden states, where the files say what they are.
 fn check_pooling(folder: &Path) -> Result<()> {
     let path = folder.join("1_Pooling").join("config.json");
-    let text = match regular::read_text(&path, regular::CONFIG) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        text => text.with_context(|| format!("{}", path.display()))?,
-    };
-    let said: Map<String, Value> =
-        serde_json::from_str(&text).with_context(|| format!("{}", path.display()))?;
+    let said: Map<String, Value> = said_in(&path)?.unwrap_or_default();
     let is_other = |(name, value): &(&String, &Value)| match name.as_str() {
         "pooling_mode" => *value != "mean",
         "pooling_mode_mean_tokens" => **value != Value::Bool(true),
@@ -190,7 +213,8 @@ impl Encoder {
         })
     }
 
-    /// Returns the embeddings `[texts, hidden]` of texts, of length 1: the mean of the last hidden states of each text.
+    /// Returns the embeddings `[texts, hidden]` of texts, of length 1: the mean of the last hidden states of each text, in f32 where the
+    /// model has 16 bits.
     ///
     /// # Errors
     /// If there are no texts, one has no tokens, or more than the model takes.
@@ -209,7 +233,8 @@ impl Encoder {
             DTensor::from_local(tensor, &self.mesh, &everywhere, dims)
         };
         let ids = replicated(Tensor::from_vec(ids, (texts.len(), width), &device)?)?;
-        let mask = replicated(Tensor::from_vec(hidden, (texts.len(), 1, 1, width), &device)?)?;
+        let mask = Tensor::from_vec(hidden, (texts.len(), 1, 1, width), &device)?;
+        let mask = replicated(mask.to_dtype(self.words.weight().dtype())?)?;
         let places = replicated(Tensor::arange(0, width as u32, &device)?.unsqueeze(0)?)?;
         let kinds = replicated(Tensor::zeros((1, width), DType::U32, &device)?)?;
         let h = self
@@ -221,7 +246,9 @@ impl Encoder {
         for layer in &self.layers {
             h = layer.forward(&h, &mask)?;
         }
+        // Sums over tokens in 16 bits would lose most of them.
         let h = h.full_tensor()?;
+        let h = if h.dtype() == DType::F64 { h } else { h.to_dtype(DType::F32)? };
         let means = texts.iter().enumerate().map(|(i, text)| h.get(i)?.narrow(0, 0, text.len())?.mean(0));
         let means = Tensor::stack(&means.collect::<candle_core::Result<Vec<_>>>()?, 0)?;
         Ok(means.broadcast_div(&means.sqr()?.sum_keepdim(1)?.sqrt()?)?)

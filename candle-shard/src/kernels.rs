@@ -10,9 +10,9 @@ pub use candle_dist_kernels::{
 
 pub(crate) use candle_dist_kernels::parts::{
     AdagradRule, AdamWRule, AdamWUpdate, AttentionBackward, AttentionDtype, Function, Goal, Goals, KeyBlock,
-    MomentumRule, NOWHERE, Partial, Scale, SgdRule, SoftmaxNorms, Update, Visible, at_least, clamp, combine,
-    convert, converts, decode_attn, div, finish, flash_attn_of_blocks, is_computed, join_all, master_of,
-    on_master, power_sums, put_rows, scale_rows, set_both, sizes, split_sums, step_adam_w, sum_rows,
-    take_rows, unique_rows, unique_rows_and_places, upsample_bilinear2d_scaled, weighted_cross_entropy,
-    wide_embedding_bag, with_backward,
+    MomentumRule, NOWHERE, Partial, Scale, SgdRule, SoftmaxNorms, Update, Visible, at_least, check_gradient,
+    clamp, combine, convert, converts, decode_attn, div, finish, flash_attn_of_blocks, is_computed, join_all,
+    master_of, on_master, power_sums, put_rows, scale_rows, set_both, sizes, split_sums, step_adam_w,
+    sum_rows, take_rows, unique_rows, unique_rows_and_places, upsample_bilinear2d_scaled,
+    weighted_cross_entropy, wide_embedding_bag, with_backward,
 };

@@ -10,6 +10,7 @@ use candle_lm::files::Files;
 use candle_shard::nn::LoraOptions;
 use clap::Args;
 use examples::cli::{Checked, require};
+use itertools::Itertools;
 
 use crate::train::args::TrainArgs;
 
@@ -173,7 +174,13 @@ impl FromStr for LoraFlag {
                     Some((name, number)) if !name.is_empty() => Ok((name.to_owned(), number.to_owned())),
                     _ => Err(format!("{key}={text} is no NAME:N")),
                 };
-                value.split('+').map(pair).collect()
+                let pairs = value.split('+').map(pair).collect::<Result<Vec<_>, String>>()?;
+                // The config of an adapter has them by name, so one of the two would be lost.
+                let twice = pairs.iter().map(|(name, _)| name).duplicates().next().cloned();
+                match twice {
+                    Some(name) => Err(format!("{key} has {name} twice")),
+                    None => Ok(pairs),
+                }
             };
             match (key, value.is_empty()) {
                 ("r", false) => options.rank = whole(value)?,
@@ -272,6 +279,8 @@ mod tests {
             ("save=norm+", "empty name"),
             ("ranks=q_proj", "no NAME:N"),
             ("ranks=q_proj:0", "at least 1"),
+            ("ranks=q_proj:8+v_proj:8+q_proj:4", "ranks has q_proj twice"),
+            ("alphas=q_proj:8+q_proj:8", "alphas has q_proj twice"),
             ("alphas=q_proj:x", "no number"),
             ("r=4,r=8", "r is given twice"),
         ] {

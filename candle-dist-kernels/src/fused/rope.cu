@@ -27,7 +27,7 @@ __device__ void turn(const T* x, const T* cosines, const T* sines, T* out, u64 a
   set(to[angles.step], a * sine + b * cosine);
 }
 
-// The second tensor may have no rows.
+// One of the tensors may have no rows.
 template <typename R, typename T>
 __device__ void rope(const T* x, const T* y, const T* cosines, const T* sines, T* of_x, T* of_y, Rows first, Rows second,
                      Angles angles, R sign) {

@@ -1,6 +1,6 @@
 //! Rotary positions of one or two tensors in one launch.
 use super::call::{FusedCall, KernelText, Scalar};
-use super::run::{made, node, node_of_two, threads_of_each};
+use super::run::{node, node_of_two, threads_of_each};
 use candle_core::{Layout, Result, Shape, Tensor, bail};
 use candle_dist_base::{Fresh, edges};
 
@@ -14,11 +14,11 @@ struct TurnAngles {
 /// Rotates rows `[b, .., s, d]`, or back. The tables are `[1 or b, s, d/2]`. Pairs are neighbors, or a half apart.
 pub(crate) fn rope(x: &Tensor, tables: [&Tensor; 2], are_neighbors: bool) -> Result<Tensor> {
     let (angles, input) = (TurnAngles::new(tables, are_neighbors)?, evenly_spaced(x)?);
-    let [made] = made_of([Some(&input), None], &angles, 1.0)?;
+    let [Some(made), None] = turned([Some(&input), None], &angles, 1.0)? else { bail!("rope: no result") };
     let variable = input.clone();
     node("rope", &[&input], made, move |grad| {
-        let [dx] = made_of([Some(&grad.contiguous()?), None], &angles, -1.0)?;
-        Ok([edges::keep(&variable, dx.into_tensor())?, None, None])
+        let [dx, _] = turned([Some(&grad.contiguous()?), None], &angles, -1.0)?;
+        Ok([dx.map(|dx| edges::keep(&variable, dx.into_tensor())).transpose()?.flatten(), None, None])
     })
 }
 
@@ -30,24 +30,17 @@ pub(crate) fn rope_both(
 ) -> Result<[Tensor; 2]> {
     let angles = TurnAngles::new(tables, are_neighbors)?;
     let inputs = [evenly_spaced(x)?, evenly_spaced(y)?];
-    let made = made_of([Some(&inputs[0]), Some(&inputs[1])], &angles, 1.0)?;
+    let [Some(of_x), Some(of_y)] = turned(inputs.each_ref().map(Some), &angles, 1.0)? else {
+        bail!("rope: no result")
+    };
     let variables = inputs.clone();
-    node_of_two("rope", &inputs.each_ref(), made, move |grads| {
-        let mut turned = [None, None];
-        match grads {
-            [Some(of_x), Some(of_y)] if variables.iter().all(Tensor::track_op) => {
-                let (of_x, of_y) = (of_x.contiguous()?, of_y.contiguous()?);
-                turned = made_of([Some(&of_x), Some(&of_y)], &angles, -1.0)?.map(Some);
-            }
-            _ => {
-                for ((turned, grad), variable) in turned.iter_mut().zip(grads).zip(&variables) {
-                    if let Some(grad) = grad.filter(|_| variable.track_op()) {
-                        let [dx] = made_of([Some(&grad.contiguous()?), None], &angles, -1.0)?;
-                        *turned = Some(dx);
-                    }
-                }
-            }
-        }
+    node_of_two("rope", &inputs.each_ref(), [of_x, of_y], move |grads| {
+        let wanted = |which: usize| {
+            let grad = grads[which].filter(|_| variables[which].track_op());
+            grad.map(Tensor::contiguous).transpose()
+        };
+        let (of_x, of_y) = (wanted(0)?, wanted(1)?);
+        let turned = turned([of_x.as_ref(), of_y.as_ref()], &angles, -1.0)?;
         let mut kept = edges::Grads::default();
         for ((kept, turned), variable) in kept.iter_mut().zip(turned).zip(&variables) {
             *kept = match turned {
@@ -97,13 +90,9 @@ fn strides(layout: &Layout) -> Option<([usize; 4], [usize; 4])> {
     Some(([batch, heads, tokens, width], [of_batch, of_head.unwrap_or(0), of_token, of_element]))
 }
 
-/// The rows of one tensor, or of two, turned by the angles times `sign`.
-fn made_of<const N: usize>(
-    tensors: [Option<&Tensor>; 2],
-    angles: &TurnAngles,
-    sign: f64,
-) -> Result<[Fresh; N]> {
-    let Some(first) = tensors[0] else { bail!("rope: no tensor") };
+/// The rows of tensors, turned by the angles times `sign`.
+fn turned(tensors: [Option<&Tensor>; 2], angles: &TurnAngles, sign: f64) -> Result<[Option<Fresh>; 2]> {
+    let Some(first) = tensors.into_iter().flatten().next() else { return Ok([None, None]) };
     let Some(([_, _, tokens, width], _)) = strides(first.layout()) else {
         bail!("rope: the dims of {:?} are not evenly spaced", first.layout());
     };
@@ -129,7 +118,7 @@ fn made_of<const N: usize>(
     counts.extend([tokens, half, of_table, cos.stride()[1], step]);
     let numbers: Vec<Scalar> = counts.into_iter().map(Scalar::Count).chain([Scalar::Real(sign)]).collect();
     let shape = |x: &Tensor| (Shape::clone(x.shape()), x.dtype());
-    made(&FusedCall {
+    let call = FusedCall {
         text: KernelText::Rope,
         op: "rope",
         dtype: first.dtype(),
@@ -138,5 +127,7 @@ fn made_of<const N: usize>(
         inputs: &[tensors[0], tensors[1], Some(cos), Some(sin)],
         outputs: &tensors.map(|x| x.map(shape)),
         numbers: &numbers,
-    })
+    };
+    let mut made = call.run()?.into_iter();
+    Ok(tensors.map(|x| x.and_then(|_| made.next())))
 }

@@ -77,8 +77,11 @@ pub fn dequantized_linear(x: &Tensor, weight: &QuantizedMatrix) -> Result<Tensor
             Fresh::host(made, shape)
         }
         MatrixStorage::Blocks(_) => {
-            let made = rows.matmul(&weight.dequantize()?.t()?)?.to_dtype(x.dtype())?;
-            Fresh::copy_of(&made.reshape(shape)?)?
+            let made = rows.matmul(&weight.dequantize()?.t()?)?.to_dtype(x.dtype())?.reshape(shape)?;
+            if !x.track_op() {
+                return Ok(made);
+            }
+            Fresh::copy_of(&made)?
         }
     };
     if !x.track_op() {

@@ -256,7 +256,8 @@ impl AdapterConfig {
     /// Returns the file's text, as PEFT reads it.
     pub fn to_json(&self) -> Value {
         let LoraOptions { rank, alpha, rank_stabilized, dropout, dora, bias, .. } = self.options;
-        let alpha_of = |alpha: f64| if alpha.fract() == 0.0 { json!(alpha as i64) } else { json!(alpha) };
+        let is_whole = |alpha: f64| alpha.fract() == 0.0 && alpha.abs() < (1_i64 << 53) as f64;
+        let alpha_of = |alpha: f64| if is_whole(alpha) { json!(alpha as i64) } else { json!(alpha) };
         // In their order, since the first that matches counts.
         let ranks: Map<String, Value> =
             self.rank_pattern.iter().map(|(pattern, rank)| (pattern.clone(), json!(rank))).collect();

@@ -124,7 +124,8 @@ impl Recompute {
 }
 
 impl DTensor {
-    /// Copies the values to a new variable, so that a part of a graph can be differentiated by itself.
+    /// Copies the values to a new variable, so that a part of a graph can be differentiated by itself. Both runs of a segment get one: kernels
+    /// whose bits depend on whether there is a graph, such as products of few rows, then give the same ones, also of frozen weights.
     fn as_leaf(&self) -> Result<(DTensor, Var)> {
         self.check_memory("recompute")?;
         let var = Var::from_tensor(&self.to_local().detach())?;

@@ -10,13 +10,28 @@ use serde_json::{Value, json};
 use super::api_error::{ApiError, ApiResult};
 use super::fields::{self, Fields, wrong};
 use super::metrics::RequestRecord;
-use super::parameters::check_model;
+use super::parameters::{Neutral, check_model, refuse_undone};
 use super::prep::RequestContext;
 
 /// The field with the texts.
 const INPUT: &str = "input";
 /// The most texts of a request, as OpenAI has it.
 pub(super) const MOST_INPUTS: usize = 2048;
+
+/// Fields of other servers that change embeddings, and what each may say here: that it changes nothing.
+const UNDONE: [(&str, &[Neutral]); 11] = [
+    ("activation", &[Neutral::True]),
+    ("add_special_tokens", &[Neutral::True]),
+    ("embd_normalize", &[Neutral::Number(2.0)]),
+    ("input_type", &[Neutral::Empty]),
+    ("instruction", &[Neutral::Empty]),
+    ("normalize", &[Neutral::True]),
+    ("normalized", &[Neutral::True]),
+    ("prompt", &[Neutral::Empty]),
+    ("prompt_name", &[Neutral::Empty]),
+    ("task", &[Neutral::Empty]),
+    ("use_activation", &[Neutral::True]),
+];
 
 /// The texts whose embeddings a request asks for.
 pub(super) struct EmbeddingPlan {
@@ -50,6 +65,7 @@ pub(super) fn plan(fields: Fields, context: &RequestContext<'_>) -> ApiResult<Em
         return Err(ApiError::invalid("dimensions", why));
     }
     fields.refuse(&["truncate_prompt_tokens"], "texts are never cut")?;
+    refuse_undone(&fields, "the embeddings", &UNDONE)?;
     let form = match fields.text("encoding_format")? {
         None | Some("float") => EmbeddingForm::Numbers,
         Some("base64") => EmbeddingForm::Base64,

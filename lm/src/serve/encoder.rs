@@ -50,6 +50,14 @@ fn check(args: &Args) -> Checked {
         args.adapters.adapter.is_empty(),
         "--adapter: an encoder is served without adapters; leave it out."
     );
+    let of_decoders = [
+        ("--layout", args.layout.is_some()),
+        ("--dequantize", args.dequantize),
+        ("--ignore-field", !args.ignore_field.is_empty()),
+    ];
+    for (flag, is_given) in of_decoders {
+        require!(!is_given, "{flag} changes nothing of an encoder; leave it out.");
+    }
     let caches = [
         ("--cache-bytes", args.serve.cache_bytes.is_some()),
         ("--cache-tokens", args.batches.cache_tokens.is_some()),

@@ -188,11 +188,14 @@ impl SpanCollector {
             }
             is_over = self.is_over.load(Ordering::Acquire);
             let began = Instant::now();
-            let mut failure = self.send_waiting(&agent, url, resource);
-            while is_over && !self.ended.lock().is_empty() && began.elapsed() < LAST {
+            // A collector may be so slow that the program would wait for it for minutes.
+            let is_late =
+                || if is_over { began.elapsed() >= LAST } else { self.is_over.load(Ordering::Acquire) };
+            let mut failure = self.send_waiting(&agent, url, resource, &is_late);
+            while is_over && !self.ended.lock().is_empty() && !is_late() {
                 // Perhaps the collector is busy for a moment.
                 thread::sleep(PAUSE);
-                failure = self.send_waiting(&agent, url, resource);
+                failure = self.send_waiting(&agent, url, resource, &is_late);
             }
             if is_over {
                 // Nobody sends what is left now.
@@ -203,8 +206,14 @@ impl SpanCollector {
         }
     }
 
-    /// Sends the spans that wait, until the collector takes no more. Returns why it did not take some.
-    fn send_waiting(&self, agent: &Agent, url: &str, resource: &Value) -> Option<String> {
+    /// Sends the spans that wait, until the collector takes no more, or it is late after a message. Returns why it did not take some.
+    fn send_waiting(
+        &self,
+        agent: &Agent,
+        url: &str,
+        resource: &Value,
+        is_late: &dyn Fn() -> bool,
+    ) -> Option<String> {
         let mut failure = None;
         loop {
             let spans: Vec<Value> = {
@@ -232,6 +241,9 @@ impl SpanCollector {
             };
             self.counts.sent.fetch_add(taken as u64, Ordering::Relaxed);
             failure = why.or(failure);
+            if is_late() {
+                return failure;
+            }
         }
     }
 
@@ -376,6 +388,8 @@ fn now() -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
 
     #[test]
     fn what_has_no_room_is_dropped_and_counted() {
@@ -394,5 +408,29 @@ mod tests {
         spans.keep(taken);
         assert_eq!((spans.ended.lock().len(), spans.counts.dropped()), (WAITING, 6));
         assert_eq!(spans.ended.lock()[0], first);
+    }
+
+    #[test]
+    fn the_end_waits_for_a_slow_collector_no_longer_than_for_a_busy_one() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}/v1/traces", listener.local_addr().unwrap());
+        thread::spawn(move || {
+            for mut stream in listener.incoming().flatten() {
+                let mut bytes = vec![0; 1 << 20];
+                while stream.read(&mut bytes).is_ok_and(|count| count > 0) {
+                    thread::sleep(LAST / 4);
+                    let answer = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}";
+                    if stream.write_all(answer.as_bytes()).is_err() {
+                        break;
+                    }
+                }
+            }
+        });
+        let spans = SpanCollector::default();
+        *spans.ended.lock() = vec![json!({}); WAITING];
+        spans.is_over.store(true, Ordering::Release);
+        spans.send_all(&url, &json!({}));
+        let (sent, dropped) = (spans.counts.sent(), spans.counts.dropped());
+        assert!(sent > 0 && dropped > 0 && sent + dropped == WAITING as u64, "{sent} and {dropped}");
     }
 }

@@ -54,29 +54,39 @@ const GRAMMARS: [&str; 10] = [
     "use_beam_search",
 ];
 /// Fields of other servers that change a text, and what each may say here: that it changes nothing.
-const UNDONE: [(&str, &[Neutral]); 18] = [
+const UNDONE: [(&str, &[Neutral]); 28] = [
     ("add_generation_prompt", &[Neutral::True]),
     ("allowed_token_ids", &[Neutral::Empty]),
     ("bad_words", &[Neutral::Empty]),
     ("continue_final_message", &[Neutral::Empty]),
+    ("custom_logit_processor", &[Neutral::Empty]),
+    ("documents", &[Neutral::Empty]),
     ("dry_multiplier", &[Neutral::Number(0.0)]),
     ("dynatemp_range", &[Neutral::Number(0.0)]),
     ("include_stop_str_in_output", &[Neutral::Empty]),
+    ("length_penalty", &[Neutral::Number(1.0)]),
     ("logits_processors", &[Neutral::Empty]),
+    ("lora", &[Neutral::Empty]),
+    ("lora_path", &[Neutral::Empty]),
+    ("min_new_tokens", &[Neutral::Number(0.0)]),
     ("min_tokens", &[Neutral::Number(0.0)]),
     ("mirostat", &[Neutral::Number(0.0)]),
+    ("n_predict", &[Neutral::Number(-1.0)]),
     ("no_repeat_ngram_size", &[Neutral::Number(0.0)]),
     ("prompt_logprobs", &[Neutral::Empty]),
+    ("repeat_penalty", &[Neutral::Number(1.0)]),
     ("skip_special_tokens", &[Neutral::True]),
+    ("stop_regex", &[Neutral::Empty]),
     ("tfs_z", &[Neutral::Number(1.0)]),
     ("top_n_sigma", &[Neutral::Number(-1.0), Neutral::Number(0.0)]),
     ("truncate_prompt_tokens", &[Neutral::Empty]),
+    ("typ_p", &[Neutral::Number(1.0)]),
     ("typical_p", &[Neutral::Number(1.0)]),
     ("xtc_probability", &[Neutral::Number(0.0)]),
 ];
 
 /// A value that asks for nothing.
-enum Neutral {
+pub(super) enum Neutral {
     /// False, or an empty list, text or object.
     Empty,
     True,
@@ -93,13 +103,17 @@ impl Neutral {
     }
 }
 
-/// Refuses what would change the texts, and is not done here.
-fn refuse_undone(fields: &Fields) -> ApiResult<()> {
-    for (name, neutral) in UNDONE {
+/// Refuses what would change `what`, and is not done here: fields that say something else than their neutral values.
+pub(super) fn refuse_undone(
+    fields: &Fields,
+    what: &str,
+    undone: &[(&'static str, &[Neutral])],
+) -> ApiResult<()> {
+    for (name, neutral) in undone {
         let is_neutral = |value: &Value| neutral.iter().any(|neutral| neutral.is(value));
         if fields.get(name).is_some_and(|value| !is_neutral(value)) {
-            let why = format!("`{name}` is not supported, and would change the text: leave it out.");
-            return Err(ApiError::invalid(name, why));
+            let why = format!("`{name}` is not supported, and would change {what}: leave it out.");
+            return Err(ApiError::invalid(*name, why));
         }
     }
     Ok(())
@@ -143,7 +157,7 @@ impl Parameters {
         }
         fields.refuse(&["chat_template"], "templates are the model's")?;
         fields.refuse(&GRAMMARS, "use `response_format`")?;
-        refuse_undone(fields)?;
+        refuse_undone(fields, "the text", &UNDONE)?;
         let count = fields.count("n", 1, limits.texts as u64)?.unwrap_or(1) as usize;
         let seed = match fields.seed("seed")? {
             Some(seed) => seed,

@@ -53,8 +53,8 @@ pub(crate) fn write(folder: &Path, small: &Small, more: &[&str]) {
     candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();
 }
 
-/// Compares embeddings on a number of ranks.
-fn check(folder: &Path, ids: &[Vec<u32>], want: &[Vec<f32>], ranks: usize) {
+/// Compares embeddings on a number of ranks, up to a distance of the numbers.
+fn check(folder: &Path, (ids, want): (&[Vec<u32>], &[Vec<f32>]), ranks: usize, (dtype, most): (DType, f32)) {
     let (folder, ids, want) = (folder.to_owned(), ids.to_vec(), want.to_vec());
     on_ranks(ranks, "embeddings", move |ctx| -> anyhow::Result<()> {
         let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
@@ -64,7 +64,7 @@ fn check(folder: &Path, ids: &[Vec<u32>], want: &[Vec<f32>], ranks: usize) {
             0,
             &mesh,
             plan,
-            DType::F32,
+            dtype,
             &Device::Cpu,
         )?;
         let model = Encoder::new(&config, &vb.frozen())?;
@@ -82,7 +82,8 @@ fn check(folder: &Path, ids: &[Vec<u32>], want: &[Vec<f32>], ranks: usize) {
         for (got, want) in got.iter().zip(want.iter().chain(&want)) {
             assert_eq!(got.len(), want.len());
             for (got, want) in got.iter().zip(want) {
-                assert!((got - want).abs() < 1e-5, "{got} instead of {want} on {} ranks", ctx.world_size());
+                let what = format!("{got} instead of {want} in {dtype:?} on {} ranks", ctx.world_size());
+                assert!((got - want).abs() < most, "{what}");
             }
         }
         Ok(())
@@ -94,8 +95,12 @@ fn embeddings_of_a_small_encoder_are_those_of_transformers_on_every_mesh() {
     let small = facts().small;
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), &small, &["pooler.dense.bias", "embeddings.position_ids"]);
+    let small = (&small.ids[..], &small.embeddings[..]);
     for ranks in [1, 2, 3, 5] {
-        check(folder.path(), &small.ids, &small.embeddings, ranks);
+        check(folder.path(), small, ranks, (DType::F32, 1e-5));
+    }
+    for (half, most) in [(DType::BF16, 2e-2), (DType::F16, 2e-3)] {
+        check(folder.path(), small, 2, (half, most));
     }
 }
 
@@ -126,6 +131,16 @@ fn what_the_encoder_does_not_compute_is_refused_by_name() {
         assert_eq!(read.is_ok(), is_read, "{said}: {read:?}");
     }
     fs::remove_dir_all(folder.path().join("1_Pooling")).unwrap();
+    let module = |kind: &str| json!({"idx": 0, "name": "0", "path": "", "type": format!("sentence_transformers.models.{kind}")});
+    for (kinds, is_read) in
+        [(["Transformer", "Pooling", "Normalize"], true), (["Transformer", "Pooling", "Dense"], false)]
+    {
+        let modules: Vec<Value> = kinds.iter().map(|kind| module(kind)).collect();
+        fs::write(folder.path().join("modules.json"), json!(modules).to_string()).unwrap();
+        let read = EncoderConfig::read(folder.path()).map_err(|error| format!("{error:#}"));
+        assert!(read.as_ref().map_or_else(|said| said.contains("Dense"), |_| is_read), "{read:?}");
+    }
+    fs::remove_file(folder.path().join("modules.json")).unwrap();
     let plain = small.config.clone();
     for (field, value) in [
         ("hidden_act", json!("gelu_new")),
@@ -153,6 +168,6 @@ fn embeddings_of_minilm_are_those_of_sentence_transformers_on_every_mesh() {
     let ids = |text: &String| tokenizer.encode(text.as_str(), true).unwrap().get_ids().to_vec();
     assert_eq!(real.sentences.iter().map(ids).collect::<Vec<_>>(), real.ids);
     for ranks in [1, 2, 3, 5] {
-        check(&folder, &real.ids, &real.embeddings, ranks);
+        check(&folder, (&real.ids, &real.embeddings), ranks, (DType::F32, 1e-5));
     }
 }

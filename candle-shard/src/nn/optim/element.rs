@@ -5,7 +5,7 @@ use super::params::Params;
 use super::slot::Slot;
 use crate::autograd::counts;
 use crate::nn::Parameters;
-use crate::{DTensor, Result, checkpoint};
+use crate::{DTensor, Result, checkpoint, kernels};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use std::path::Path;
@@ -65,7 +65,15 @@ impl<P: ElementParams> ElementOptimizer<P> {
     }
 
     /// See [`Optimizer::step`].
+    ///
+    /// # Errors
+    /// If a gradient has another shape than its parameter, or a dtype that its gradients do not have: then nothing has changed.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
+        for slot in self.groups.slots() {
+            if let Some(grad) = grads.get(&slot.of.var) {
+                kernels::check_gradient(P::TYPE, &slot.of.var, grad)?;
+            }
+        }
         counts::parameters_change();
         self.groups.warn_unused(grads);
         for group in &mut self.groups.0 {

@@ -234,3 +234,31 @@ fn options_stay_where_a_checkpoint_has_none_and_what_is_no_option_is_refused() {
         Ok(())
     });
 }
+
+#[test]
+fn a_step_with_a_wrong_gradient_changes_nothing() {
+    on_ranks(2, "wrong gradient", |ctx| -> Result<()> {
+        for (name, make) in OPTIMIZERS.iter().filter(|(name, _)| *name != "muon") {
+            let of = parameters(ctx)?;
+            let mut optimizer = make(&of, 0.9)?;
+            step(&of, &mut *optimizer, 0)?;
+            let state = |optimizer: &dyn Optimizer| -> Result<Vec<Vec<f64>>> {
+                let list = |(_, x): (String, DTensor)| {
+                    Ok(x.to_local().copy()?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
+                };
+                optimizer.state()?.into_iter().map(list).collect()
+            };
+            let before = (values(&of)?, state(&*optimizer)?);
+            let mut grads = GradStore::default();
+            let last = of.iter().last().unwrap().var.id();
+            for p in of.iter() {
+                let grad = p.var.ones_like()?;
+                grads.insert(&p.var, if p.var.id() == last { grad.unsqueeze(0)? } else { grad });
+            }
+            let error = optimizer.step(&grads).unwrap_err().to_string();
+            assert!(error.contains("a gradient"), "{name}: {error}");
+            assert!(before == (values(&of)?, state(&*optimizer)?), "{name}");
+        }
+        Ok(())
+    });
+}

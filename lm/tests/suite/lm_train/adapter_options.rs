@@ -3,10 +3,11 @@
 use std::fs;
 
 use candle_core::quantized::GgmlDType;
-use candle_lm::adapter::{AdapterConfig, ModuleKind};
+use candle_lm::adapter::{AdapterConfig, ModuleKind, TargetModules};
 use candle_lm::config::Config;
 use candle_lm::config::experts::Experts;
 use candle_lm::files::Files;
+use candle_shard::nn::LoraOptions;
 use serde_json::{Value, json};
 
 use crate::lm::export::{byte_level, tokenizer};
@@ -83,5 +84,14 @@ fn patterns_keep_their_order_of_which_the_first_counts() {
             config.options_of("model.layers.0.self_attn.q_proj", ModuleKind::Linear).unwrap().unwrap();
         assert_eq!((options.rank, options.alpha), (3, 8.0));
         config = AdapterConfig::parse(&config.to_json().to_string()).unwrap();
+    }
+}
+
+#[test]
+fn scales_that_no_whole_number_of_64_bits_holds_are_written_as_they_are() {
+    for alpha in [16.0, -3.0, 0.5, 9e15, 1e30, -1e30] {
+        let config = AdapterConfig::new(LoraOptions::new(2).alpha(alpha), TargetModules::AllLinear);
+        let read = AdapterConfig::parse(&config.to_json().to_string()).unwrap();
+        assert_eq!(read.options.alpha, alpha);
     }
 }

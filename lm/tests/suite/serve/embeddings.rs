@@ -12,10 +12,10 @@ use super::client::{Answer, CHAT, COMPLETE, Client, JSON, get, post, said};
 use super::process::Program;
 use crate::sentence_embedding::{Small, facts, write};
 
-const EMBED: &str = "/v1/embeddings";
+pub(super) const EMBED: &str = "/v1/embeddings";
 
 /// Writes the small encoder with a tokenizer of a few words.
-fn write_encoder(folder: &Path, small: &Small) {
+pub(super) fn write_encoder(folder: &Path, small: &Small) {
     write(folder, small, &[]);
     let word = |id: usize, content: &str| {
         let off =
@@ -139,12 +139,17 @@ fn an_encoder_gives_the_embeddings_of_transformers() {
             ("input", json!(vec!["a"; 2049])),
             ("dimensions", json!(12)),
             ("encoding_format", json!("hex")),
+            ("add_special_tokens", json!(false)),
+            ("normalize", json!(false)),
+            ("prompt_name", json!("query")),
         ] {
             let mut body = json!({"input": "a"});
             body[field] = value;
             let refused = post(address, EMBED, &body);
             assert_eq!((refused.status, &refused.error()["param"]), (400, &json!(field)), "{body}");
         }
+        let neutral = json!({"input": "b", "add_special_tokens": true, "normalize": true, "prompt": null, "task": "", "user": "me"});
+        assert_eq!(post(address, EMBED, &neutral).status, 200);
         let long = post(address, EMBED, &json!({"input": vec![3; 17]}));
         assert_eq!((long.status, &long.error()["code"]), (400, &json!("context_length_exceeded")));
         assert_eq!(post(address, EMBED, &json!({"input": "a", "model": "other"})).status, 404);
@@ -157,9 +162,12 @@ fn an_encoder_gives_the_embeddings_of_transformers() {
         program.signal("-TERM");
         assert!(program.wait(Duration::from_secs(60)).success(), "{}", program.said());
     }
-    for (flags, want) in
-        [(["--pp", "2"], "--pp 2"), (["--cache-bytes", "9"], "--cache-bytes"), (["--dp", "2"], "--dp 2")]
-    {
+    for (flags, want) in [
+        (["--pp", "2"], "--pp 2"),
+        (["--cache-bytes", "9"], "--cache-bytes"),
+        (["--dp", "2"], "--dp 2"),
+        (["--ignore-field", "a"], "--ignore-field"),
+    ] {
         let output = Command::new(env!("CARGO_BIN_EXE_lm"))
             .args(["serve", "--port", "0", "--model", path])
             .args(flags)

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::client::{Answer, COMPLETE, Client, JSON, get, post};
+use super::embeddings::{EMBED, write_encoder};
 use super::process::Program;
+use crate::sentence_embedding::facts;
 
 /// Longer than anything takes.
 const MOST: Duration = Duration::from_secs(120);
@@ -158,6 +160,36 @@ fn all_connections_end_when_the_rank_that_listens_is_killed() {
     if Program::has_mpi() {
         fault(2, &FLAGS, 0, "-KILL");
     }
+}
+
+#[test]
+fn all_texts_of_an_encoder_get_an_error_when_a_rank_is_killed() {
+    if !Program::has_mpi() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    write_encoder(folder.path(), &facts().small);
+    let path = folder.path().to_str().unwrap();
+    let mut program = Program::on_mpi(2, 0, &["--model", path, "--tp", "2", "--slots", "1"]);
+    let address = program.address;
+    assert_eq!(post(address, EMBED, &json!({"input": "a"})).status, 200);
+    // A pass that does not end, and texts behind it.
+    program.signal_rank(1, "-STOP");
+    let ask = |_| thread::spawn(move || post(address, EMBED, &json!({"input": ["a", "b"]})));
+    let threads: Vec<_> = (0..2).map(ask).collect();
+    while get(address, "/metrics").body.lines().all(|line| !waits(line)) {
+        thread::sleep(Duration::from_millis(2));
+    }
+    let began = Instant::now();
+    program.signal_rank(1, "-KILL");
+    for thread in threads {
+        let answer = thread.join().unwrap();
+        let error = answer.error();
+        assert_eq!((answer.status, &error["code"]), (503, &json!("unavailable")), "{}", answer.body);
+        assert!(error["message"].as_str().is_some_and(|said| said.contains("rank 1")), "{error}");
+    }
+    println!("all texts had ended after {:.3?}", began.elapsed());
+    assert!(program.ends_within(MOST).is_none_or(|status| !status.success()));
 }
 
 #[test]

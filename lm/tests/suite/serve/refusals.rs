@@ -88,6 +88,10 @@ fn fields_out_of_range_are_named() {
         ("top_n_sigma", json!(1.5)),
         ("allowed_token_ids", json!([1, 2])),
         ("bad_words", json!(["a"])),
+        ("documents", json!([{"text": "a"}])),
+        ("repeat_penalty", json!(1.1)),
+        ("stop_regex", json!("a+")),
+        ("lora", json!([{"id": 0, "scale": 0.5}])),
         ("continue_final_message", json!(true)),
         ("skip_special_tokens", json!(false)),
         ("truncate_prompt_tokens", json!(5)),
@@ -109,7 +113,8 @@ fn fields_out_of_range_are_named() {
     assert_eq!((refused.status, &refused.error()["param"]), (400, &json!("logprobs")));
     many["max_tokens"] = json!(null);
     assert_eq!(post(server.address, CHAT, &said("Hi", many)).status, 200, "the default is what may be told");
-    let neutral = json!({"min_tokens": 0, "typical_p": 1, "top_n_sigma": -1, "bad_words": [], "skip_special_tokens": true});
+    let neutral = json!({"min_tokens": 0, "typical_p": 1, "top_n_sigma": -1, "bad_words": [], "skip_special_tokens": true,
+        "repeat_penalty": 1.0, "n_predict": -1, "documents": []});
     for empty in [json!({"audio": ""}), json!({"functions": ""}), json!({"stop": ["<|im_end|>\n"]}), neutral]
     {
         assert_eq!(post(server.address, CHAT, &said("Hi", empty.clone())).status, 200, "{empty}");
