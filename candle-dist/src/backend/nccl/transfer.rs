@@ -140,10 +140,10 @@ fn pack(plans: &[TransferPlan], tensors: &[Tensor]) -> Result<Vec<Option<CudaSto
             rest.iter().copied().partition(|(_, _, x)| x.device().same_device(&Device::Cuda(device.clone())));
         let operands: Vec<_> = these.iter().map(|(_, _, x)| StorageOperand::of(x)).collect();
         let guards = Guards::new(&operands);
-        let buffer = |((_, moves, x), guard): (&(usize, &StripCopies, &Tensor), _)| {
-            Ok(moves.buffer(CudaStorage::of(guard)?, x.layout().start_offset()))
-        };
-        let buffers = these.iter().zip(guards.iter()).map(buffer).collect::<Result<Vec<_>>>()?;
+        let mut buffers = Vec::with_capacity(these.len());
+        for ((_, moves, x), guard) in these.iter().zip(guards.iter()) {
+            buffers.push(moves.buffer(CudaStorage::of(guard)?, x.layout().start_offset()));
+        }
         for ((i, ..), packed) in these.iter().zip(CudaStorage::copy_strips(device, &buffers)?) {
             made[*i] = Some(packed);
         }
