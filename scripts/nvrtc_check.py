@@ -23,7 +23,7 @@ TEXTS = [
     ([PRELUDE, "attention/attend.cu", "attention/tensor.cu"], ["float", "f16", "bf16"], False),
     ([PRELUDE, "attention/decode.cu"], ["float", "f16", "bf16"], False),
     *(([PRELUDE, NUMBERS, f"fused/{name}.cu"], [None], False) for name in ["norms", "functions", "softmax", "cross_entropy"]),
-    *(([PRELUDE, NUMBERS, f"fused/{name}.cu"], [None], True) for name in ["rope", "put", "adam_w"]),
+    *(([PRELUDE, NUMBERS, f"fused/{name}.cu"], [None], True) for name in ["rope", "put", "adam_w", "strips", "largest"]),
 ]
 ROUNDED = re.compile(r"(?:add|sub|mul|div|sqrt)\.rn\.f(?:32|64)")
 

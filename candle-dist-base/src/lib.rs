@@ -8,8 +8,10 @@ pub mod edges;
 pub mod empty;
 mod fresh;
 mod reduce_op;
+mod strips;
 mod sums;
 
 pub use fresh::{Fresh, Ready, dense};
 pub use reduce_op::{Factor, ReduceOp};
+pub use strips::{StripBuffer, StripCopy};
 pub use sums::sum_dtype;

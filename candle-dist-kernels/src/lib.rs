@@ -91,6 +91,7 @@ pub use embedding::embedding;
 pub use embedding_bag::{BagMode, Bags, embedding_bag};
 pub use flash_attn::flash_attn;
 pub use function::gelu_erf;
+pub use fused::largest::LargestNumber;
 pub use grouped_linear::grouped_linear;
 pub use layer_norm::layer_norm;
 pub use linear::linear;
@@ -99,7 +100,7 @@ pub use logcumsumexp::logcumsumexp;
 pub use masked_softmax::masked_softmax;
 pub use pool::{Pool, avg_pool2d, max_pool2d, upsample_bilinear2d, upsample_nearest2d};
 pub use quantized::{QuantizedMatrix, dequantized_linear, quantized_linear};
-pub use reshape::reshape;
+pub use reshape::{permute, reshape};
 pub use rms_norm::rms_norm;
 pub use rope::{RopePairs, rope, rope_both};
 pub use short_conv::short_conv;
@@ -110,6 +111,8 @@ pub use weight_sink::{DeferredGradient, WeightSink, weight_sink, with_weight_sin
 /// Parts of the ops and optimizers of `candle-shard`. They may change in any version.
 #[doc(hidden)]
 pub mod parts {
+    pub use candle_dist_base::{StripBuffer, StripCopy};
+
     pub use crate::adam_w::step_adam_w;
     pub use crate::attention::{
         AttentionBackward, AttentionDtype, KeyBlock, Partial, Scale, SoftmaxNorms, Visible, decode_attn,
@@ -119,6 +122,8 @@ pub mod parts {
     pub use crate::convert::{convert, converts};
     pub use crate::cross_entropy::{Goal, Goals, composed as composed_cross_entropy, weighted_cross_entropy};
     pub use crate::device_rows::launch::{RowsLaunch, SOURCE as ROWS_SOURCE};
+    #[cfg(feature = "cuda")]
+    pub use crate::device_text::is_fused;
     pub use crate::div::div;
     pub use crate::embedding_bag::wide_embedding_bag;
     pub use crate::flash_attn::flash_attn_of_blocks;
@@ -126,7 +131,9 @@ pub mod parts {
     pub use crate::fused::KernelText;
     pub use crate::fused::adam_w::AdamWUpdate;
     pub use crate::fused::emulated::{HostArgument, HostLaunch, HostRunner, with_kernels_on_host};
+    pub use crate::fused::largest::{largest_keys, parts_of_row};
     pub use crate::fused::put::set_both;
+    pub use crate::fused::strips::{StripStorage, copies_strips};
     pub use crate::master::{check_gradient, master_of, on_master};
     pub use crate::pool::upsample_bilinear2d_scaled;
     pub use crate::random::launch::{DrawLaunch, SOURCE as DRAW_SOURCE};

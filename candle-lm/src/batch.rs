@@ -3,7 +3,9 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
+use candle_core::Tensor;
 use candle_dist::RankContext;
+use candle_shard::kernels::LargestNumber;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
@@ -120,6 +122,14 @@ pub struct BatchOutput {
     pub bytes: usize,
 }
 
+/// What the tokens of a pass are chosen by.
+enum ChosenBy {
+    /// The logits of its rows.
+    Logits(Tensor),
+    /// The largest of each row.
+    Largest(Vec<LargestNumber>),
+}
+
 /// Continues all prompts of a batch, on all ranks in `stages` stages. Every rank calls it.
 ///
 /// A pass of the model computes the new tokens of all slots: prompts of texts that begin, and one token of each other
@@ -157,14 +167,24 @@ pub fn run(
         if plan.step.is_empty() {
             break;
         }
-        let logits = engine.step(&plan.step)?;
+        // Of one batch, all texts are sampled alike.
+        let chosen = match Sampler::new(batch.sampling).takes_largest() {
+            true => ChosenBy::Largest(engine.largest(&plan.step)?),
+            false => ChosenBy::Logits(engine.step(&plan.step)?),
+        };
         passes += 1;
         for rows in &plan.rows {
             let Some(((place, writing), _)) = scheduler.text(rows.slot) else { continue };
             let place = *place;
-            let stop = writing
-                .next(&logits.get(rows.first)?, &files.ends, |token| show(BatchEvent::Token(place, token)))
-                .with_context(|| format!("prompt {}", place + 1))?;
+            let told = |token| show(BatchEvent::Token(place, token));
+            let stop = match &chosen {
+                ChosenBy::Logits(logits) => writing.next(&logits.get(rows.first)?, &files.ends, told),
+                ChosenBy::Largest(largest) => {
+                    let largest = largest.get(rows.first).context("too few rows of a pass")?;
+                    writing.next_largest(*largest, &files.ends, told)
+                }
+            };
+            let stop = stop.with_context(|| format!("prompt {}", place + 1))?;
             match (stop, writing.tokens.last().copied()) {
                 (None, Some(token)) => scheduler.write(rows.slot, token),
                 (stop, _) => {

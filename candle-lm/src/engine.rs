@@ -7,6 +7,7 @@ use anyhow::{Result, bail, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup, RankContext};
 use candle_pipe::StageLayout;
+use candle_shard::kernels::LargestNumber;
 use candle_shard::nn::MeshVarBuilder;
 use candle_shard::parallel::{Plan, Shares};
 
@@ -176,8 +177,9 @@ impl Engine {
         let is_cut =
             matches!(purpose, Purpose::Write { room, .. } if files.adapters.is_empty() && !is_turned(room));
         let (plan, longest, used, (slots, block)) = match purpose {
+            // A rank gets all logits only where they are wanted.
             Purpose::Write { slots, room, block } => (
-                Decoder::plan(config, LAYER_AXIS),
+                if stages == 1 { Decoder::training_plan } else { Decoder::plan }(config, LAYER_AXIS),
                 room,
                 DecoderPurpose::Write { slots, block, cache: held.cache, is_cut },
                 (slots, block),
@@ -252,10 +254,27 @@ impl Engine {
             EngineModel::Whole(model, slots) => model.step(step, slots)?,
             EngineModel::Staged(model) => model.step(step)?,
         };
+        self.alike(logits)
+    }
+
+    /// The largest of the [logits](Self::step) of each row. The logits stay on their devices.
+    ///
+    /// # Errors
+    /// Those of the model.
+    pub(crate) fn largest(&mut self, step: &DecodeStep) -> Result<Vec<LargestNumber>> {
+        let keys = match &mut self.model {
+            EngineModel::Whole(model, slots) => model.step_largest(step, slots)?,
+            EngineModel::Staged(model) => LargestNumber::keys(&model.step(step)?)?,
+        };
+        Ok(LargestNumber::of_keys(&self.alike(keys)?)?)
+    }
+
+    /// What the first rank has, if ranks compute the same by themselves.
+    fn alike(&self, x: Tensor) -> Result<Tensor> {
         // Unlike processors round unlike, and ranks that choose other tokens have other texts from then on.
         Ok(match &self.alike {
-            Some(all) => all.broadcast(&logits, 0)?,
-            None => logits,
+            Some(all) => all.broadcast(&x, 0)?,
+            None => x,
         })
     }
 

@@ -179,7 +179,7 @@ impl Decoder {
     pub fn next(&self, tokens: &Tensor, cache: &mut Cache) -> Result<Tensor> {
         let h = self.after(tokens, cache)?;
         let last = h.dims()[1].checked_sub(1).ok_or_else(|| Error::Layout("no tokens to follow".into()))?;
-        self.logits(&h.narrow(1, last, 1)?)?.squeeze(1).map_err(Error::from)
+        self.logits(&h.narrow(1, last, 1)?)?.squeeze(1)?.full_tensor()
     }
 
     /// The logits `[batch, tokens, vocabulary]` of what follows each of `tokens` `[batch, tokens]`, which are whole
@@ -197,7 +197,7 @@ impl Decoder {
     /// # Errors
     /// If the cache has no room for the tokens.
     pub fn forward_cached(&self, tokens: &Tensor, cache: &mut Cache) -> Result<Tensor> {
-        self.logits(&self.after(tokens, cache)?)
+        self.logits(&self.after(tokens, cache)?)?.full_tensor()
     }
 
     /// The logits `[rows, vocabulary]` of what follows the new tokens of texts, for the [rows](DecodeStep::rows) of a step.
@@ -205,10 +205,22 @@ impl Decoder {
     /// # Errors
     /// If a slot has no room for the tokens, or a text has none.
     pub fn step(&self, step: &DecodeStep, slots: &mut [Cache]) -> Result<Tensor> {
+        self.step_logits(step, slots)?.full_tensor()
+    }
+
+    /// The largest of the [logits](Self::step) of each row, as [`DTensor::largest_keys`] tells them. No rank gets those of others.
+    ///
+    /// # Errors
+    /// Those of [`step`](Self::step).
+    pub(crate) fn step_largest(&self, step: &DecodeStep, slots: &mut [Cache]) -> Result<Tensor> {
+        self.step_logits(step, slots)?.largest_keys()
+    }
+
+    fn step_logits(&self, step: &DecodeStep, slots: &mut [Cache]) -> Result<DTensor> {
         let tokens = self.everywhere(&step.tokens(self.device())?)?;
         let h = step.adapters().run(|| self.hidden(&tokens, Some((slots, step.spans()))))?;
         let h = wanted_rows(&h, step.spans())?;
-        Ok(wanted_adapters(step.spans()).run(|| self.logits(&h))?.squeeze(0)?)
+        wanted_adapters(step.spans()).run(|| self.logits(&h))?.squeeze(0)
     }
 
     /// The sum of the losses of `targets` `[1, last]`, which follow the last of `tokens` `[1, tokens]`.
@@ -288,8 +300,8 @@ impl Decoder {
         DTensor::distribute(x, &self.mesh, &Placements::from_elem(Replicate, self.mesh.ndim()))
     }
 
-    fn logits(&self, h: &DTensor) -> Result<Tensor> {
-        finished(self.lm_head.forward(&self.norm.forward(h)?)?, &self.config)?.full_tensor()
+    fn logits(&self, h: &DTensor) -> Result<DTensor> {
+        finished(self.lm_head.forward(&self.norm.forward(h)?)?, &self.config)
     }
 }
 

@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use anyhow::{Result, bail};
+use anyhow::{Error, Result, anyhow};
 use candle_core::{DType, Tensor};
+use candle_shard::kernels::LargestNumber;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
@@ -98,6 +99,13 @@ impl Sampler {
         sampler
     }
 
+    /// Whether the next token is the one with the largest logit, whatever was there before.
+    pub(crate) fn takes_largest(&self) -> bool {
+        let Sampling { temperature, repetition_penalty, presence_penalty, frequency_penalty, .. } =
+            self.sampling;
+        temperature <= 0.0 && (repetition_penalty, presence_penalty, frequency_penalty) == (1.0, 0.0, 0.0)
+    }
+
     /// Takes note of tokens that were there before.
     pub fn see(&mut self, tokens: &[u32]) {
         if self.sampling.repetition_penalty != 1.0 {
@@ -143,12 +151,7 @@ impl Sampler {
             most = largest(&logits)?;
         }
         let best = logits.iter().position(|logit| *logit == most).filter(|_| most.is_finite());
-        let Some(best) = best else {
-            bail!(
-                "none of the {} logits is finite; check the weights, or compute in a wider --dtype",
-                logits.len()
-            );
-        };
+        let Some(best) = best else { return Err(not_finite()) };
         if self.sampling.temperature <= 0.0 {
             return Ok(best as u32);
         }
@@ -215,10 +218,29 @@ fn largest(logits: &[f32]) -> Result<f32> {
     if (odd.contains(&true) || rest.iter().copied().any(is_odd))
         && let Some(token) = logits.iter().copied().position(is_odd)
     {
-        let logit = logits[token];
-        bail!("the logit of token {token} is {logit}; check the weights, or compute in a wider --dtype");
+        return Err(not_a_logit(token, logits[token]));
     }
     Ok(most.iter().chain(rest).fold(f32::NEG_INFINITY, |most, &logit| most.max(logit)))
+}
+
+fn not_a_logit(token: usize, logit: f32) -> Error {
+    anyhow!("the logit of token {token} is {logit}; check the weights, or compute in a wider --dtype")
+}
+
+fn not_finite() -> Error {
+    anyhow!("none of the logits is finite; check the weights, or compute in a wider --dtype")
+}
+
+/// The token with the largest logit.
+///
+/// # Errors
+/// If it is no number or infinitely large, or all are infinitely small.
+pub(crate) fn checked(largest: LargestNumber) -> Result<u32> {
+    match largest {
+        LargestNumber { place, value } if value.is_finite() => Ok(place),
+        LargestNumber { value: f32::NEG_INFINITY, .. } => Err(not_finite()),
+        LargestNumber { place, value } => Err(not_a_logit(place as usize, value)),
+    }
 }
 
 /// The place of the weight within which the sum of them passes `sum`.
@@ -233,7 +255,7 @@ fn within(weights: &[(u32, f64)], sum: f64) -> usize {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
-    use super::{Sampler, Sampling, sort_most};
+    use super::{LargestNumber, Sampler, Sampling, checked, sort_most};
     use candle_core::{Device, Tensor};
     use std::collections::BTreeSet;
 
@@ -249,7 +271,7 @@ mod tests {
         let cases = [
             ([0.0, nan, 1.0], "the logit of token 1 is NaN"),
             ([0.0, 1.0, inf], "the logit of token 2 is inf"),
-            ([-inf; 3], "none of the 3 logits"),
+            ([-inf; 3], "none of the logits"),
         ];
         for temperature in [0.0, 1.0] {
             for (logits, want) in &cases {
@@ -258,6 +280,9 @@ mod tests {
                     Sampler::new(Sampling { temperature, top_p: 0.9, seed: 1, ..Sampling::default() });
                 let said = sampler.next(&logits).unwrap_err().to_string();
                 assert!(said.contains(want), "{said}");
+                let keys = LargestNumber::keys(&logits.unsqueeze(0).unwrap()).unwrap();
+                let largest = LargestNumber::of_keys(&keys).unwrap()[0];
+                assert_eq!(checked(largest).unwrap_err().to_string(), said);
             }
         }
     }

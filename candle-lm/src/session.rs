@@ -3,8 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-use anyhow::Result;
-use candle_core::Tensor;
+use anyhow::{Context, Result};
 use candle_dist::RankContext;
 
 use crate::config::Config;
@@ -127,24 +126,38 @@ impl Session {
         draft: &mut Draft,
         show: impl FnOnce(u32) -> Result<bool>,
     ) -> Result<()> {
-        let logits = self.next(&draft.sequence)?;
-        draft.stop = draft.writing.next(&logits, &self.ends, |token| {
-            draft.sequence.push(token);
+        let (step, new) = self.step_after(&draft.sequence);
+        let Draft { writing, sequence, .. } = draft;
+        let show = |token| {
+            sequence.push(token);
             show(token)
-        })?;
+        };
+        // Of the first token, other logits are told, too.
+        let stop = if !writing.tokens.is_empty() && writing.takes_largest() {
+            let largest = self.engine.largest(&step)?;
+            self.read.extend(new);
+            writing.next_largest(
+                largest.first().copied().context("a step without logits")?,
+                &self.ends,
+                show,
+            )?
+        } else {
+            let logits = self.engine.step(&step)?.squeeze(0)?;
+            self.read.extend(new);
+            writing.next(&logits, &self.ends, show)?
+        };
+        draft.stop = stop;
         draft.first.get_or_insert_with(|| draft.began.elapsed().as_secs_f64());
         Ok(())
     }
 
-    /// Returns the logits `[vocabulary]` of the token after a sequence.
-    fn next(&mut self, sequence: &[u32]) -> Result<Tensor> {
+    /// Returns the step that tells what follows a sequence, and its tokens.
+    fn step_after(&mut self, sequence: &[u32]) -> (DecodeStep, Vec<u32>) {
         if !self.continues(sequence) {
             self.read.clear();
         }
-        let mut step = DecodeStep::default();
-        step.push(0, &sequence[self.read.len()..], self.read.is_empty());
-        let logits = self.engine.step(&step)?.squeeze(0)?;
-        self.read.extend_from_slice(&sequence[self.read.len()..]);
-        Ok(logits)
+        let (mut step, new) = (DecodeStep::default(), sequence[self.read.len()..].to_vec());
+        step.push(0, &new, self.read.is_empty());
+        (step, new)
     }
 }

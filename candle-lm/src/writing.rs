@@ -4,9 +4,10 @@ use std::collections::BTreeSet;
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
+use candle_shard::kernels::LargestNumber;
 
 use crate::generate::Stop;
-use crate::sample::Sampler;
+use crate::sample::{Sampler, checked};
 
 /// A text that is being written, token by token.
 #[derive(Debug)]
@@ -56,6 +57,26 @@ impl TextWriter {
         if self.tokens.is_empty() {
             self.logits_top = told;
         }
+        self.take(token, ends, show)
+    }
+
+    /// Whether the next token is the one with the largest logit.
+    pub(crate) fn takes_largest(&self) -> bool {
+        self.sampler.takes_largest()
+    }
+
+    /// Takes the next token as [`next`](Self::next) does, by the largest of its logits alone.
+    ///
+    /// # Errors
+    /// Those of [`next`](Self::next).
+    pub(crate) fn next_largest(
+        &mut self,
+        largest: LargestNumber,
+        ends: &BTreeSet<u32>,
+        show: impl FnOnce(u32) -> Result<bool>,
+    ) -> Result<Option<Stop>> {
+        let at = self.prompt + self.tokens.len();
+        let token = checked(largest).with_context(|| format!("the token at position {at}"))?;
         self.take(token, ends, show)
     }
 

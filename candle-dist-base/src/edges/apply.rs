@@ -1,6 +1,6 @@
 //! Custom ops of candle as nodes with tickets, and views of tensors that have tickets.
 use super::node::{BackwardFn, Grads, node, node_of_two};
-use super::value::{holder_of, remember};
+use super::value::{path_of, remember};
 use crate::fresh::Fresh;
 use candle_core::{CustomOp1, CustomOp2, CustomOp3, Device, Result, Shape, Storage, Tensor, bail};
 use std::sync::OnceLock;
@@ -39,7 +39,7 @@ pub fn record(
     node(name, inputs, made, false, Box::new(move |_, grad| backward(grad)))
 }
 
-/// Like [`record`], for an op with two results. `backward` gets the gradients of those that the loss depends on.
+/// Like [`record`], for an op with two results. `backward` gets the gradients of those that the loss depends on, in any strides.
 pub fn record_both(
     name: &'static str,
     inputs: &[&Tensor],
@@ -132,8 +132,17 @@ pub fn apply3<C: CustomOp3 + Send + Sync + 'static>(
 /// Like [`Tensor::reshape`]. Uses of the result put their gradients into the slot of `x`, if `x` has one.
 pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
     let view = x.reshape(shape.into())?;
-    if let Some(holder) = holder_of(x) {
-        remember(&view, &holder);
+    if let Some(path) = path_of(x) {
+        remember(&view, path.reshaped(x.shape()));
+    }
+    Ok(view)
+}
+
+/// Like [`Tensor::permute`]. Uses of the result put their gradients into the slot of `x`, if `x` has one.
+pub fn permute(x: &Tensor, dims: &[usize]) -> Result<Tensor> {
+    let view = x.permute(dims)?;
+    if let Some(path) = path_of(x) {
+        remember(&view, path.permuted(dims));
     }
     Ok(view)
 }

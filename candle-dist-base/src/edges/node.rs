@@ -1,7 +1,7 @@
 //! Tickets: the nodes that candle's backward pass visits.
 use super::kept::visiting;
 use super::slot::{GradSlot, forget_pass, nested, take_all};
-use super::value::{GradEdge, holder_of, tensor};
+use super::value::{GradEdge, GradPath, path_of, tensor};
 use crate::fresh::Fresh;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
@@ -17,13 +17,15 @@ pub type Grads = [Option<Tensor>; 3];
 /// Returns the gradients of the inputs, from the result of the op and its gradient.
 pub(super) type BackwardFn = Box<dyn Fn(Option<&Tensor>, &Tensor) -> Result<Grads> + Send + Sync>;
 
-/// Returns the gradients of the inputs, from those of two results.
+/// Returns the gradients of the inputs, from those of two results in any strides.
 type BackwardOfTwo = Box<dyn Fn([Option<&Tensor>; 2]) -> Result<Grads> + Send + Sync>;
 
 /// The backward step of an op.
 enum BackwardStep {
     OfOne(BackwardFn),
     OfTwo(BackwardOfTwo),
+    /// The gradient of one result of two goes to the op as it is.
+    PassOn,
 }
 
 /// A tracked input of an op.
@@ -31,7 +33,7 @@ struct NodeInput {
     /// Its place among the inputs.
     place: usize,
     /// Where its gradient goes; `None` if candle passes it on.
-    holder: Option<Arc<GradEdge>>,
+    path: Option<GradPath>,
 }
 
 struct GradNode {
@@ -54,7 +56,7 @@ pub(super) fn node(
     backward: BackwardFn,
 ) -> Result<Tensor> {
     let tracked = inputs.iter().enumerate().filter(|(_, x)| x.track_op());
-    let inputs = tracked.map(|(place, x)| (NodeInput { place, holder: holder_of(x) }, (*x).clone()));
+    let inputs = tracked.map(|(place, x)| (NodeInput { place, path: path_of(x) }, (*x).clone()));
     let step = BackwardStep::OfOne(backward);
     let (node, ticket, slots) = ticket_of::<1>(name, inputs.collect(), step)?;
     let [slot] = slots;
@@ -73,15 +75,14 @@ pub(super) fn node_of_two(
     backward: BackwardOfTwo,
 ) -> Result<[Tensor; 2]> {
     let tracked = inputs.iter().enumerate().filter(|(_, x)| x.track_op());
-    let inputs = tracked.map(|(place, x)| (NodeInput { place, holder: holder_of(x) }, (*x).clone()));
+    let inputs = tracked.map(|(place, x)| (NodeInput { place, path: path_of(x) }, (*x).clone()));
     let (_, op, slots) = ticket_of::<2>(name, inputs.collect(), BackwardStep::OfTwo(backward))?;
     let [first, second] = made;
     let [of_first, of_second] = slots;
     let result = |made: Fresh, slot| {
         let holder = Arc::new(GradEdge { ticket: op.clone(), slot, shape: made.shape.clone() });
-        let input = (NodeInput { place: 0, holder: Some(holder) }, op.clone());
-        let pass_on = BackwardStep::OfOne(Box::new(|_, grad| Ok([Some(grad.clone()), None, None])));
-        let (_, ticket, [slot]) = ticket_of::<1>(name, SmallVec::from_iter([input]), pass_on)?;
+        let input = (NodeInput { place: 0, path: Some(GradPath::from(holder)) }, op.clone());
+        let (_, ticket, [slot]) = ticket_of::<1>(name, SmallVec::from_iter([input]), BackwardStep::PassOn)?;
         tensor(made, ticket, slot)
     };
     Ok([result(first, of_first)?, result(second, of_second)?])
@@ -100,7 +101,7 @@ fn ticket_of<const N: usize>(
     let mut args = SmallVec::<[Tensor; 3]>::new();
     let mut tracked = SmallVec::new();
     for (input, x) in inputs {
-        args.push(input.holder.as_ref().map_or(x, |holder| holder.ticket.clone()));
+        args.push(input.path.as_ref().map_or(x, |path| path.holder.ticket.clone()));
         tracked.push(input);
     }
     let node = Arc::new(GradNode {
@@ -127,21 +128,22 @@ impl GradNode {
         // It may run backward passes itself.
         let mut grads = match (&self.backward, &received[..]) {
             (Some(BackwardStep::OfOne(backward)), [Some(grad)]) => {
-                nested(|| backward(self.result.get(), grad))?
+                nested(|| backward(self.result.get(), &grad.contiguous()?))?
             }
+            (Some(BackwardStep::PassOn), [Some(grad)]) => [Some(grad.clone()), None, None],
             (Some(BackwardStep::OfTwo(backward)), [first, second]) => {
                 nested(|| backward([first.as_ref(), second.as_ref()]))?
             }
             _ => bail!("{}: the node was dropped", self.name),
         };
         let (mut passed, mut of_uses) = (Grads::default(), None);
-        for (passed, NodeInput { place, holder }) in passed.iter_mut().zip(&self.inputs) {
+        for (passed, NodeInput { place, path }) in passed.iter_mut().zip(&self.inputs) {
             let grad = grads[*place].take();
-            *passed = match (grad, holder) {
-                (Some(grad), Some(holder)) => {
+            *passed = match (grad, path) {
+                (Some(grad), Some(path)) => {
                     // One for all inputs: candle gets them together, and two may be of one ticket.
-                    let of_use = of_uses.take().map_or_else(|| holder.of_use(), Ok)?;
-                    holder.receive(&grad, &of_use)?;
+                    let of_use = of_uses.take().map_or_else(|| path.holder.of_use(), Ok)?;
+                    path.receive(&grad, &of_use)?;
                     Some(of_uses.insert(of_use).clone())
                 }
                 (grad, _) => grad,

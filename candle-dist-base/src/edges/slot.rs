@@ -68,7 +68,9 @@ impl GradSlot {
     /// Adds a gradient with the elements of a tensor of this shape. `of_use` is the new gradient of the ticket that candle gets
     /// for it.
     pub(super) fn add(&self, grad: &Tensor, shape: &Shape, of_use: &Tensor) -> Result<()> {
-        let grad = grad.detach().contiguous()?.reshape(shape)?;
+        // The first one on a GPU keeps its strides: who takes it may read them.
+        let grad = if grad.device().is_cpu() { grad.detach().contiguous()? } else { grad.detach() };
+        let grad = if grad.shape() == shape { grad } else { grad.reshape(shape)? };
         let pass = Arc::downgrade(&pass());
         let mut all = self.0.lock();
         all.retain(|received| received.pass.strong_count() > 0);

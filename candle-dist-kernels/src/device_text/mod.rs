@@ -26,7 +26,7 @@ pub(crate) use with_prelude;
 ///
 /// The variable is read once. With it, ops are composed of candle's operations, to compare both.
 #[cfg(feature = "cuda")]
-pub(crate) fn is_fused(device: &Device) -> bool {
+pub fn is_fused(device: &Device) -> bool {
     static COMPOSED: OnceLock<bool> = OnceLock::new();
     let is_composed = || std::env::var_os("CANDLE_DIST_COMPOSED").is_some_and(|value| value == "1");
     device.is_cuda() && !*COMPOSED.get_or_init(is_composed)

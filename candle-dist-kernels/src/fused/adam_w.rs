@@ -212,7 +212,13 @@ impl UpdateLaunch<'_> {
             }
             let (structures, blocks) = self.structures(changed, &places)?;
             let name = self.kernel.to_string();
-            return emulated::run_structures((KernelText::AdamW, name), structures, memory, blocks, THREADS);
+            return emulated::run_structures(
+                (KernelText::AdamW, name),
+                structures.to_vec(),
+                memory,
+                blocks,
+                THREADS,
+            );
         }
         #[cfg(feature = "cuda")]
         return self.run_on_device(changed, &read);

@@ -39,6 +39,8 @@ texts! {
     Softmax = "softmax.cu";
     CrossEntropy = "cross_entropy.cu";
     AdamW = "adam_w.cu";
+    Strips = "strips.cu";
+    Largest = "largest.cu";
 }
 
 /// A number that a kernel gets.

@@ -24,7 +24,8 @@ pub(super) fn kernels(text: KernelText) -> &'static Kernels {
         };
     }
     // Optimizers have the bits of the host.
-    each!(Norms: Fused, Rope: Single, Put: Single, Functions: Fused, Softmax: Fused, CrossEntropy: Fused, AdamW: Single)
+    each!(Norms: Fused, Rope: Single, Put: Single, Functions: Fused, Softmax: Fused, CrossEntropy: Fused, AdamW: Single, Strips: Single,
+        Largest: Single)
 }
 
 /// The bytes of a tensor from its first element on.
@@ -41,7 +42,7 @@ pub(super) fn bytes<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<Cud
             }
         };
     }
-    let view = view!(U32, F16, BF16, F32, F64);
+    let view = view!(U8, U32, I16, I32, I64, F16, BF16, F32, F64, F8E4M3);
     view.ok_or_else(|| candle_core::Error::Msg("a tensor has fewer bytes than its elements".into()))
 }
 
@@ -59,7 +60,7 @@ pub(super) fn bytes_mut(storage: &mut CudaStorage) -> Result<CudaViewMut<'_, u8>
             }
         };
     }
-    let view = view!(F16, BF16, F32, F64);
+    let view = view!(U8, U32, I16, I32, I64, F16, BF16, F32, F64, F8E4M3);
     view.ok_or_else(|| candle_core::Error::Msg("a tensor has fewer bytes than its elements".into()))
 }
 
@@ -168,6 +169,27 @@ struct ParameterBytes<const N: usize>([u8; N]);
 
 // SAFETY: they are bytes, aligned as the structures of `adam_w.cu` are.
 unsafe impl<const N: usize> DeviceRepr for ParameterBytes<N> {}
+
+/// Launches a kernel that gets one structure of `N` bytes, with the places of tensors in it.
+///
+/// # Safety
+/// As for [`launch_structures`].
+pub(super) unsafe fn launch_structure<const N: usize>(
+    device: &CudaDevice,
+    (text, name): (KernelText, &str),
+    structure: &[u8],
+    blocks: usize,
+    threads: usize,
+) -> Result<()> {
+    let Ok(bytes) = structure.try_into() else {
+        bail!("{name}: a structure of {} bytes, not {N}", structure.len());
+    };
+    let (structure, kernel) = (ParameterBytes::<N>(bytes), kernels(text).get(device, name)?);
+    let mut launch = kernel.call();
+    launch.value(&structure);
+    // SAFETY: the caller's.
+    unsafe { launch.launch(config([blocks, 1], [threads, 1])) }
+}
 
 /// Launches a kernel that gets two structures of `N` and `M` bytes, with the places of tensors in them.
 ///

@@ -70,7 +70,11 @@ pub(super) fn bytes(storage: &CpuStorage, layout: &Layout) -> Result<(*const u8,
         (all.as_ptr().cast(), size_of_val(all))
     }
     Ok(match storage {
+        CpuStorage::U8(all) => of(all, layout),
         CpuStorage::U32(all) => of(all, layout),
+        CpuStorage::I16(all) => of(all, layout),
+        CpuStorage::I32(all) => of(all, layout),
+        CpuStorage::I64(all) => of(all, layout),
         CpuStorage::F16(all) => of(all, layout),
         CpuStorage::BF16(all) => of(all, layout),
         CpuStorage::F32(all) => of(all, layout),
@@ -85,6 +89,11 @@ pub(super) fn bytes_mut(storage: &mut CpuStorage) -> Result<(*mut u8, usize)> {
         (all.as_mut_ptr().cast(), size_of_val(all))
     }
     Ok(match storage {
+        CpuStorage::U8(all) => of(all),
+        CpuStorage::U32(all) => of(all),
+        CpuStorage::I16(all) => of(all),
+        CpuStorage::I32(all) => of(all),
+        CpuStorage::I64(all) => of(all),
         CpuStorage::F16(all) => of(all),
         CpuStorage::BF16(all) => of(all),
         CpuStorage::F32(all) => of(all),
@@ -93,9 +102,14 @@ pub(super) fn bytes_mut(storage: &mut CpuStorage) -> Result<(*mut u8, usize)> {
     })
 }
 
-/// Elements that hold NaN until the kernel writes them: on a device they hold anything.
-fn unwritten(count: usize, dtype: DType) -> Result<CpuStorage> {
+/// Elements that hold NaN, or what is unlikely, until the kernel writes them: on a device they hold anything.
+pub(super) fn unwritten(count: usize, dtype: DType) -> Result<CpuStorage> {
     Ok(match dtype {
+        DType::U8 => CpuStorage::U8(vec![0xa5; count]),
+        DType::U32 => CpuStorage::U32(vec![0xa5a5_a5a5; count]),
+        DType::I16 => CpuStorage::I16(vec![-0x5a5b; count]),
+        DType::I32 => CpuStorage::I32(vec![-0x5a5a_5a5b; count]),
+        DType::I64 => CpuStorage::I64(vec![-0x5a5a_5a5b; count]),
         DType::F16 => CpuStorage::F16(vec![f16::NAN; count]),
         DType::BF16 => CpuStorage::BF16(vec![bf16::NAN; count]),
         DType::F32 => CpuStorage::F32(vec![f32::NAN; count]),
@@ -161,7 +175,7 @@ pub(super) fn launch(launch: &HostLaunch) -> Result<()> {
 /// Runs a launch that gets structures with the places of tensors in them.
 pub(super) fn run_structures(
     (text, name): (KernelText, String),
-    structures: [Vec<u8>; 2],
+    structures: Vec<Vec<u8>>,
     memory: Vec<(*mut u8, usize)>,
     blocks: usize,
     threads: usize,

@@ -9,11 +9,13 @@ pub(crate) mod cross_entropy;
 mod cuda;
 pub(crate) mod emulated;
 pub(crate) mod function;
+pub(crate) mod largest;
 pub(crate) mod norm;
 pub(crate) mod put;
 pub(crate) mod rope;
 mod run;
 pub(crate) mod softmax;
+pub(crate) mod strips;
 
 pub use call::KernelText;
 pub(crate) use run::{computes, would_compute};

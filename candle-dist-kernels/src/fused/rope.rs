@@ -14,11 +14,16 @@ struct TurnAngles {
 /// Rotates rows `[b, .., s, d]`, or back. The tables are `[1 or b, s, d/2]`. Pairs are neighbors, or a half apart.
 pub(crate) fn rope(x: &Tensor, tables: [&Tensor; 2], are_neighbors: bool) -> Result<Tensor> {
     let (angles, input) = (TurnAngles::new(tables, are_neighbors)?, evenly_spaced(x)?);
-    let [Some(made), None] = turned([Some(&input), None], &angles, 1.0)? else { bail!("rope: no result") };
+    let heads = [HeadOrder::Heads; 2];
+    let [Some(made), None] = turned([Some(&input), None], heads, &angles, 1.0)? else {
+        bail!("rope: no result")
+    };
     let variable = input.clone();
     node("rope", &[&input], made, move |grad| {
-        let [dx, _] = turned([Some(&grad.contiguous()?), None], &angles, -1.0)?;
-        Ok([dx.map(|dx| edges::keep(&variable, dx.into_tensor())).transpose()?.flatten(), None, None])
+        let order = HeadOrder::of(&variable);
+        let [dx, _] = turned([Some(&grad.contiguous()?), None], [order; 2], &angles, -1.0)?;
+        let kept = |dx| edges::keep(&variable, order.view(dx)?);
+        Ok([dx.map(kept).transpose()?.flatten(), None, None])
     })
 }
 
@@ -30,21 +35,23 @@ pub(crate) fn rope_both(
 ) -> Result<[Tensor; 2]> {
     let angles = TurnAngles::new(tables, are_neighbors)?;
     let inputs = [evenly_spaced(x)?, evenly_spaced(y)?];
-    let [Some(of_x), Some(of_y)] = turned(inputs.each_ref().map(Some), &angles, 1.0)? else {
+    let heads = [HeadOrder::Heads; 2];
+    let [Some(of_x), Some(of_y)] = turned(inputs.each_ref().map(Some), heads, &angles, 1.0)? else {
         bail!("rope: no result")
     };
     let variables = inputs.clone();
     node_of_two("rope", &inputs.each_ref(), [of_x, of_y], move |grads| {
+        let orders = variables.each_ref().map(HeadOrder::of);
         let wanted = |which: usize| {
             let grad = grads[which].filter(|_| variables[which].track_op());
-            grad.map(Tensor::contiguous).transpose()
+            grad.map(evenly_spaced).transpose()
         };
         let (of_x, of_y) = (wanted(0)?, wanted(1)?);
-        let turned = turned([of_x.as_ref(), of_y.as_ref()], &angles, -1.0)?;
+        let turned = turned([of_x.as_ref(), of_y.as_ref()], orders, &angles, -1.0)?;
         let mut kept = edges::Grads::default();
-        for ((kept, turned), variable) in kept.iter_mut().zip(turned).zip(&variables) {
-            *kept = match turned {
-                Some(dx) => edges::keep(variable, dx.into_tensor())?,
+        for (at, (turned, variable)) in turned.into_iter().zip(&variables).enumerate() {
+            kept[at] = match turned {
+                Some(dx) => edges::keep(variable, orders[at].view(dx)?)?,
                 // The loss does not depend on this one, whose own inputs need a gradient.
                 None if variable.track_op() && !variable.is_variable() => Some(variable.zeros_like()?),
                 None => None,
@@ -52,6 +59,34 @@ pub(crate) fn rope_both(
         }
         Ok(kept)
     })
+}
+
+/// How the rows of a result follow each other in its memory.
+#[derive(Clone, Copy, PartialEq)]
+enum HeadOrder {
+    /// The tokens of a head.
+    Heads,
+    /// The heads of a token, as a projection makes them. The result is `[b, s, heads, d]`.
+    Tokens,
+}
+
+impl HeadOrder {
+    /// The order of a tensor, whose gradient is then dense for what made it.
+    fn of(x: &Tensor) -> Self {
+        let is_turned = x.rank() == 4 && !x.is_contiguous();
+        match is_turned && x.layout().transpose(1, 2).is_ok_and(|layout| layout.is_contiguous()) {
+            true => Self::Tokens,
+            false => Self::Heads,
+        }
+    }
+
+    /// The result as `[b, .., s, d]`.
+    fn view(self, made: Fresh) -> Result<Tensor> {
+        match self {
+            Self::Heads => Ok(made.into_tensor()),
+            Self::Tokens => made.into_tensor().transpose(1, 2),
+        }
+    }
 }
 
 impl TurnAngles {
@@ -90,22 +125,31 @@ fn strides(layout: &Layout) -> Option<([usize; 4], [usize; 4])> {
     Some(([batch, heads, tokens, width], [of_batch, of_head.unwrap_or(0), of_token, of_element]))
 }
 
-/// The rows of tensors, turned by the angles times `sign`.
-fn turned(tensors: [Option<&Tensor>; 2], angles: &TurnAngles, sign: f64) -> Result<[Option<Fresh>; 2]> {
+/// The rows of tensors, turned by the angles times `sign`, in these orders.
+fn turned(
+    tensors: [Option<&Tensor>; 2],
+    orders: [HeadOrder; 2],
+    angles: &TurnAngles,
+    sign: f64,
+) -> Result<[Option<Fresh>; 2]> {
     let Some(first) = tensors.into_iter().flatten().next() else { return Ok([None, None]) };
     let Some(([_, _, tokens, width], _)) = strides(first.layout()) else {
         bail!("rope: the dims of {:?} are not evenly spaced", first.layout());
     };
-    let mut counts = Vec::with_capacity(17);
-    for x in tensors {
+    let mut counts = Vec::with_capacity(21);
+    for (x, order) in tensors.into_iter().zip(orders) {
         let rows = match x {
-            None => [0; 6],
+            None => [0; 8],
             Some(x) => {
                 let Some(([_, heads, ..], [of_batch, of_head, of_token, of_element])) = strides(x.layout())
                 else {
                     bail!("rope: the dims of {:?} are not evenly spaced", x.layout());
                 };
-                [x.elem_count() / 2, heads, of_batch, of_head, of_token, of_element]
+                let [to_head, to_token] = match order {
+                    HeadOrder::Heads => [tokens * width, width],
+                    HeadOrder::Tokens => [width, heads * width],
+                };
+                [x.elem_count() / 2, heads, of_batch, of_head, of_token, of_element, to_head, to_token]
             }
         };
         counts.extend(rows);
@@ -114,10 +158,16 @@ fn turned(tensors: [Option<&Tensor>; 2], angles: &TurnAngles, sign: f64) -> Resu
     let of_table = if cos.dim(0)? == 1 { 0 } else { cos.stride()[0] };
     // Halves of two elements are neighbors.
     let step = if angles.are_neighbors { 1 } else { half };
-    let (grid, block) = threads_of_each(counts[0] + counts[6]);
+    let (grid, block) = threads_of_each(counts[0] + counts[8]);
     counts.extend([tokens, half, of_table, cos.stride()[1], step]);
     let numbers: Vec<Scalar> = counts.into_iter().map(Scalar::Count).chain([Scalar::Real(sign)]).collect();
-    let shape = |x: &Tensor| (Shape::clone(x.shape()), x.dtype());
+    let shape = |(x, order): (Option<&Tensor>, HeadOrder)| {
+        x.map(|x| match (order, x.dims()) {
+            (HeadOrder::Tokens, &[b, heads, s, d]) => (Shape::from((b, s, heads, d)), x.dtype()),
+            _ => (x.shape().clone(), x.dtype()),
+        })
+    };
+    let outputs = [0, 1].map(|at| shape((tensors[at], orders[at])));
     let call = FusedCall {
         text: KernelText::Rope,
         op: "rope",
@@ -125,7 +175,7 @@ fn turned(tensors: [Option<&Tensor>; 2], angles: &TurnAngles, sign: f64) -> Resu
         grid,
         block,
         inputs: &[tensors[0], tensors[1], Some(cos), Some(sin)],
-        outputs: &tensors.map(|x| x.map(shape)),
+        outputs: &outputs,
         numbers: &numbers,
     };
     let mut made = call.run()?.into_iter();

@@ -4,14 +4,13 @@
 use super::guards::Guards;
 use super::runs::DimPiece;
 use super::storage::{DeviceStorage, StorageOperand, mixed};
-use super::strips::copy_rows;
 use super::{reduce, regions};
 use crate::call::{Op, ReduceOp};
 use crate::{Error, Result};
 use candle_core::backend::BackendDevice;
 use candle_core::op::{Add, BinaryOpT, CmpOp, Div, Mul};
 use candle_core::{CudaStorage, DType, Device, Layout, Shape, Storage, StorageRef, Tensor};
-use candle_dist_base::dense;
+use candle_dist_base::{Fresh, StripBuffer, StripCopy, dense, empty};
 
 /// Returns the reduction of all tensors, or of the same `piece` of each, as new contiguous memory on their device.
 pub(super) fn reduce(
@@ -150,26 +149,58 @@ pub(super) fn concat_on<S: DeviceStorage>(
         .zip(pieces)
         .map(|((tensor, guard), &piece)| part::<S>(tensor, guard, piece));
     let parts = parts.collect::<Result<Vec<_>>>()?;
-    let total: usize = parts.iter().map(|(_, layout)| layout.shape().elem_count()).sum();
     let (first, layout) = &parts[0];
-    let mut out = first.device().zeros_impl(&Shape::from(total), first.dtype())?;
     let rows: usize = layout.dims()[..join].iter().product();
+    let total: usize = parts.iter().map(|(_, layout)| layout.shape().elem_count()).sum();
+    join_rows(first.device(), &parts, (rows, total), first.dtype())
+}
+
+/// Joins the rows of parts, which have so many each and so many elements together, as new memory of a dtype.
+fn join_rows<S: DeviceStorage>(
+    device: &S::Device,
+    parts: &[StoragePart<'_, S>],
+    (rows, total): (usize, usize),
+    dtype: DType,
+) -> Result<S> {
     if total == 0 {
-        return Ok(out);
+        return Ok(device.zeros_impl(&Shape::from(0), dtype)?);
     }
+    let parts = || parts.iter().filter(|(_, layout)| layout.shape().elem_count() > 0);
+    let copy = |(part, layout): &StoragePart<'_, S>| {
+        layout.contiguous_offsets().is_none().then(|| dense(*part, layout)).transpose()
+    };
+    let copies = parts().map(copy).collect::<candle_core::Result<Vec<_>>>()?;
     let (row, mut at) = (total / rows, 0);
-    for (part, layout) in parts.iter().filter(|(_, layout)| layout.shape().elem_count() > 0) {
-        let block = layout.shape().elem_count() / rows;
-        if rows == 1 {
-            part.copy_strided_src(&mut out, at, layout)?;
-        } else if let Some((start, _)) = layout.contiguous_offsets() {
-            copy_rows(*part, &mut out, (rows, block), (start, block), (at, row))?;
-        } else {
-            copy_rows(&dense(*part, layout)?, &mut out, (rows, block), (0, block), (at, row))?;
-        }
-        at += block;
-    }
-    Ok(out)
+    let strips = parts().zip(&copies).map(|((part, layout), copy)| {
+        let len = layout.shape().elem_count() / rows;
+        let to = at;
+        at += len;
+        let (source, start) = copy.as_ref().map_or((*part, layout.start_offset()), |copy| (copy, 0));
+        StripCopy { source, rows, len, from: (start, len), to: (to, row) }
+    });
+    let buffer = StripBuffer { dtype, total, strips: strips.collect() };
+    Ok(S::copy_strips(device, &[buffer])?.remove(0))
+}
+
+/// Joins the elements of tensors, of one device, in new memory of this dtype: on CUDA devices by one launch for many of them.
+pub(crate) fn joined(tensors: &[Tensor], dtype: DType) -> Result<Tensor> {
+    let Some(Device::Cuda(device)) = tensors.first().map(Tensor::device) else {
+        let flat = tensors.iter().map(|x| x.to_dtype(dtype)?.flatten_all());
+        return Ok(Tensor::cat(&flat.collect::<candle_core::Result<Vec<_>>>()?, 0)?);
+    };
+    // Widening is a part of the copy.
+    let is_copied = |x: &Tensor| {
+        x.dtype() == dtype || dtype == DType::F32 && matches!(x.dtype(), DType::F16 | DType::BF16)
+    };
+    let fits =
+        |x: &Tensor| if is_copied(x) { Ok(x.clone()) } else { empty::compute(x, |x| x.to_dtype(dtype)) };
+    let tensors = tensors.iter().map(fits).collect::<candle_core::Result<Vec<_>>>()?;
+    let operands: Vec<_> = tensors.iter().map(StorageOperand::of).collect();
+    let guards = Guards::new(&operands);
+    let parts = operands.iter().zip(guards.iter()).map(|(x, guard)| part::<CudaStorage>(x, guard, None));
+    let total: usize = tensors.iter().map(Tensor::elem_count).sum();
+    let storage = join_rows(device, &parts.collect::<Result<Vec<_>>>()?, (1, total), dtype)?;
+    Ok(Fresh { storage: Storage::Cuda(storage), shape: Shape::from(total) }.into_tensor())
 }
 
 /// Checks that several ranks can read the tensors: they are on the CPU, or on one device that runs work in order.

@@ -32,6 +32,7 @@ pub use crate::call::{
 };
 pub use crate::freeable::no_memory;
 pub use collective::compute;
+pub(crate) use device::joined;
 pub(crate) use fresh::bytes;
 pub use fresh::{Fresh, Ready, Results, Tensors};
 pub use outputs::{Envelope, completed, fill, filled};

@@ -1,6 +1,6 @@
 //! Copies of rows of any size. candle's kernel counts elements, strides and places in 32 bits, and would leave out or misplace the rest.
-use super::storage::DeviceStorage;
 use crate::Result;
+use candle_core::backend::BackendStorage;
 use smallvec::{SmallVec, smallvec};
 
 /// The most elements from the first to the last of a copy, in either buffer.
@@ -16,7 +16,7 @@ struct RowCopy {
 }
 
 /// Copies `rows` runs of `len` elements. Each place is the start of the first run, and the distance of the runs.
-pub(super) fn copy_rows<S: DeviceStorage>(
+pub(super) fn copy_rows<S: BackendStorage>(
     source: &S,
     to: &mut S,
     (rows, len): (usize, usize),
@@ -68,7 +68,6 @@ impl RowCopy {
 mod tests {
     use super::*;
     use candle_core::CpuStorage;
-    use candle_core::backend::BackendStorage;
     use proptest::prelude::*;
 
     /// The elements from the first to the last of a copy, in the buffer where they are farther apart.

@@ -2,6 +2,7 @@
 use super::host::read_results;
 use super::sharded::{conflict, rows_of};
 use super::sync::buckets;
+use crate::backend::joined;
 use crate::row_changes::{RowChanges, exchange, share};
 use crate::{Collective, Cut, Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions, empty, rows};
 use crate::{sum_dtype, sync_params, verify_parameter_shapes};
@@ -354,16 +355,15 @@ impl DataParallel {
                 continue;
             };
             self.check(name, var, &grad)?;
-            let grad = empty::compute(&grad.detach(), |grad| grad.to_dtype(dtype))?;
+            let grad = grad.detach();
+            let converted = || empty::compute(&grad, |grad| grad.to_dtype(dtype));
             if alone {
-                grads.insert(var, given(&grad, var)?);
+                grads.insert(var, given(&converted()?, var)?);
                 continue;
             }
-            let grad = grad.flatten_all()?;
-            flat.push(if scale == 1.0 {
-                grad
-            } else {
-                empty::compute(&grad, |grad| grad.affine(scale, 0.0))?
+            flat.push(match scale {
+                1.0 => grad,
+                _ => empty::compute(&converted()?, |grad| grad.affine(scale, 0.0))?,
             });
         }
         if alone {
@@ -373,7 +373,7 @@ impl DataParallel {
             |(_, var): &(String, Var)| self.changes.get(&var.id()).is_some_and(|rows| !rows.is_empty());
         present.push(f32::from(u8::from(bucket.iter().any(has_changed))));
         flat.push(Tensor::new(&present[..], device)?.to_dtype(dtype)?);
-        Ok(Some(Tensor::cat(&flat, 0)?))
+        joined(&flat, dtype).map(Some)
     }
 
     /// Returns the dtype in which gradients of a variable are reduced.

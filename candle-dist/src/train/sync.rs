@@ -1,4 +1,5 @@
 //! Copies one rank's parameters to all ranks.
+use crate::backend::joined;
 use crate::{Error, ProcessGroup, Result, verify_parameter_shapes};
 use candle_core::{DType, Tensor, Var};
 use candle_nn::VarMap;
@@ -165,10 +166,7 @@ fn broadcast(group: &ProcessGroup, bucket: &[&Var], source: usize) -> Result<()>
     let sends = group.rank() == source;
     let flat = match bucket {
         [var] => var.flatten_all()?,
-        vars if sends => Tensor::cat(
-            &vars.iter().map(|var| var.detach().flatten_all()).collect::<Result<Vec<_>, _>>()?,
-            0,
-        )?,
+        vars if sends => joined(&vars.iter().map(|var| var.detach()).collect::<Vec<_>>(), vars[0].dtype())?,
         vars => {
             // Only the dtype and the shape matter; untouched zeros cost no memory.
             let elements: usize = vars.iter().map(|var| var.elem_count()).sum();

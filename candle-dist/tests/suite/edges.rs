@@ -5,7 +5,7 @@ use candle_core::{
     bail,
 };
 use candle_dist::backend::Fresh;
-use candle_dist::edges::{self, apply1, apply2, forget_pass, keep, reshape};
+use candle_dist::edges::{self, apply1, apply2, forget_pass, keep, permute, reshape};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -109,6 +109,61 @@ fn graph(x: &Tensor, y: &Tensor, is_candle: bool) -> Tensor {
     let d = product(&reshape(&reshape(&a, &[2, 2]), &[4]), &product(&a, &a));
     let e = (product(&c, &d) + exp(&reshape(&b, &[4]))).unwrap();
     (product(&e, x).sum_all().unwrap() + b.narrow(0, 1, 2).unwrap().sum_all().unwrap()).unwrap()
+}
+
+/// Twice the input, in any strides.
+struct Doubled;
+
+impl CustomOp1 for Doubled {
+    fn name(&self) -> &'static str {
+        "doubled"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((x.affine(layout, 2.0, 0.0)?, layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        assert!(grad.is_contiguous());
+        Ok(Some((grad * 2.0)?))
+    }
+}
+
+/// Each element times a weight of its place.
+fn weighed(x: &Tensor, factor: f64) -> Tensor {
+    let weights = (0..x.elem_count()).map(|at| factor + at as f64);
+    (x * Tensor::from_iter(weights, &Cpu).unwrap().reshape(x.shape()).unwrap()).unwrap()
+}
+
+#[test]
+fn gradients_of_turned_views_are_those_of_candle() {
+    let x = Var::new(&[[0.3, -0.7, 1.1], [0.2, 0.9, -0.4]], &Cpu).unwrap();
+    let graph = |is_candle: bool| {
+        let doubled = |x: &Tensor| match is_candle {
+            true => (x * 2.0).unwrap(),
+            false => apply1(x, Doubled).unwrap(),
+        };
+        let permute = |x: &Tensor, dims: [usize; 3]| {
+            if is_candle { x.permute(&dims[..]) } else { permute(x, &dims) }.unwrap()
+        };
+        let reshape =
+            |x: &Tensor, dims: &[usize]| if is_candle { x.reshape(dims) } else { reshape(x, dims) }.unwrap();
+        let y = reshape(&doubled(&x.sqr().unwrap()), &[1, 2, 3]);
+        let turned = permute(&y, [2, 0, 1]);
+        let again = permute(&reshape(&turned, &[1, 3, 2]), [2, 1, 0]);
+        let back = permute(&turned, [1, 2, 0]);
+        // Each view is used by a node, the first one also by an op of candle's, and all gradients differ.
+        let uses = [&turned, &again, &back, &turned].map(doubled);
+        let sum = |x: &Tensor| (x * x).unwrap().sum_all().unwrap();
+        let more = (turned.sqr().unwrap() * 3.0).unwrap().sqr().unwrap();
+        uses.iter().zip([1.0, 2.0, 5.0, 11.0]).fold(more.sum_all().unwrap(), |all, (x, factor)| {
+            (all + sum(&weighed(x, factor)).sqr().unwrap()).unwrap()
+        })
+    };
+    let [got, want] = [false, true].map(graph);
+    near(&got, &want);
+    let [got, want] = [got, want].map(|loss| loss.backward().unwrap().get(&x).unwrap().clone());
+    near(&got, &want);
 }
 
 fn near(got: &Tensor, want: &Tensor) {

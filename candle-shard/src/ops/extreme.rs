@@ -7,7 +7,7 @@
 //! NaN is the extreme wherever it occurs, as in PyTorch, and its index is that of the first NaN. Such an extreme has no
 //! gradient. In candle the result depends on the position of the NaN.
 use super::reduce::without;
-use crate::kernels::NOWHERE;
+use crate::kernels::{NOWHERE, largest_keys, parts_of_row};
 use crate::layout::{Partial, Placement, Replicate, Shard};
 use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
@@ -139,6 +139,40 @@ extremes! {
 }
 
 impl DTensor {
+    /// The largest number of each row of a matrix, as f32, with its column: the first of equal ones, or the first NaN or +∞. Every
+    /// rank gets all of them, as integers `[rows, parts]` that [`LargestNumber::of_keys`] reads.
+    ///
+    /// Only these integers are sent, and on a GPU one kernel makes them. The numbers stay where they are.
+    ///
+    /// # Errors
+    /// If this is no matrix of floats, or there are 2^31 columns or more.
+    ///
+    /// [`LargestNumber::of_keys`]: crate::kernels::LargestNumber::of_keys
+    #[track_caller]
+    pub fn largest_keys(&self) -> Result<Tensor> {
+        let &[rows, all] = self.dims() else {
+            return Error::op(
+                "largest_keys",
+                format!("{} is no matrix; expected [rows, columns]", self.spec()),
+            );
+        };
+        let x = self.detach().settled(&[1])?;
+        let signature = || {
+            let of_pieces = ShardingRule::new(Partial(ReduceOp::Max), &[Shard(1)]);
+            let of_rows = ShardingRule::new(Shard(0), &[Shard(0)]);
+            Ok(Signature::new(
+                [of_rows, of_pieces].into_iter().collect(),
+                &[rows, parts_of_row(all)],
+                DType::I64,
+            ))
+        };
+        let keys = rules::run("largest_keys", &[], &[&x], signature, |x, _| {
+            let first = x[0].spec().local_block()[1].start;
+            Ok(largest_keys(x[0].to_local(), first, all)?)
+        })?;
+        keys.full_tensor()
+    }
+
     /// The extreme over `dims`, which stay with size 1. Without a gradient the result may be partial.
     #[track_caller]
     pub(super) fn extreme(&self, which: Extreme, dims: &[usize]) -> Result<Self> {

@@ -2,7 +2,7 @@
 use super::pointwise::{broadcast, broadcast_rows};
 use crate::layout::{Placement, Replicate, Shard, Spec};
 use crate::rules::{self, ShardingRule, ShardingRules, Signature};
-use crate::{DTensor, Error, Result};
+use crate::{DTensor, Error, Result, kernels};
 use candle_core::shape::{Dim, Dims as DimList};
 use candle_core::{Shape, Tensor};
 use candle_dist::backend::Dims;
@@ -27,7 +27,7 @@ impl DTensor {
                 shape,
             ))
         };
-        self.linear_view("permute", &dims, &signature, &|x, _| x.permute(&dims[..]))
+        self.linear_view("permute", &dims, &signature, &|x, _| kernels::permute(x, &dims[..]))
     }
 
     /// Swaps two dims.

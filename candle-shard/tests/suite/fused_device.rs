@@ -1,12 +1,14 @@
 //! The fused kernels of CUDA devices against the ops of the host, values and gradients. Their text is compiled as C++ and run here.
-use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_core::cpu_backend::CpuDevice;
+use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, Var};
 use candle_dist_kernels::parts::{
-    AdamWUpdate, Function, Goal, Goals, HostArgument, HostLaunch, HostRunner, KernelText, decode_attn,
-    set_both, step_adam_w, weighted_cross_entropy, with_kernels_on_host,
+    AdamWUpdate, Function, Goal, Goals, HostArgument, HostLaunch, HostRunner, KernelText, StripBuffer,
+    StripCopy, StripStorage, decode_attn, largest_keys, set_both, step_adam_w, weighted_cross_entropy,
+    with_kernels_on_host,
 };
 use candle_dist_kernels::{
-    RopePairs, add, add_rms_norm, causal_softmax, clamped_gate, flash_attn, layer_norm, masked_softmax,
-    rms_norm, rope, rope_both, silu_gate, softmax,
+    LargestNumber, RopePairs, add, add_rms_norm, causal_softmax, clamped_gate, flash_attn, layer_norm,
+    masked_softmax, permute, reshape, rms_norm, rope, rope_both, silu_gate, softmax,
 };
 use candle_nn::ParamsAdamW;
 use device_text::{DeviceText, LaunchShape, TextMemory};
@@ -450,6 +452,118 @@ fn adam_w_of_tensors_that_share_memory_has_the_bits_of_the_host() {
         for (at, (got, want)) in got.iter().zip(&want).enumerate() {
             assert_eq!(numbers(got), numbers(want), "{dtype:?} with moments of {of_moments:?}, tensor {at}");
         }
+    }
+}
+
+/// Strips of these many tensors, of unlike sizes and distances, copied as candle copies them.
+fn strips(from: DType, to: DType, count: usize) -> [Vec<CpuStorage>; 2] {
+    let sources: Vec<Tensor> =
+        (0..count).map(|at| (values(&[40, 50], at as u64, DType::F32) * 100.0).unwrap()).collect();
+    let sources: Vec<Tensor> = sources.iter().map(|x| x.abs().unwrap().to_dtype(from).unwrap()).collect();
+    let guards: Vec<_> = sources.iter().map(|x| x.storage_and_layout().0).collect();
+    let storages: Vec<&CpuStorage> = guards
+        .iter()
+        .map(|guard| match &**guard {
+            Storage::Cpu(storage) => storage,
+            _ => panic!("not on the host"),
+        })
+        .collect();
+    let (mut buffers, mut want) = (Vec::new(), Vec::new());
+    for halves in [1, 2] {
+        let (mut strips, mut rows, mut total) = (Vec::new(), Vec::new(), 0);
+        for (at, source) in storages.iter().enumerate() {
+            // Widths that words of 16 bytes divide, and others; one run, none, and more words than a block has.
+            let (start, width) = [(0, 50), (8, 16), (3, 7), (0, 0)][at % 4];
+            let height = [40, 1, 39][at % 3];
+            let block = sources[at].narrow(0, 40 - height, height).unwrap().narrow(1, start, width).unwrap();
+            for half in 0..halves {
+                // The halves of a buffer's runs lie between each other.
+                let (from, step) = ((40 - height) * 50 + start, 50);
+                let to = (total + half * width, halves * width);
+                strips.push(StripCopy { source: *source, rows: height, len: width, from: (from, step), to });
+            }
+            total += halves * height * width;
+            let both = Tensor::cat(&vec![&block; halves], 1).unwrap();
+            rows.push(both.to_dtype(to).unwrap().flatten_all().unwrap());
+        }
+        buffers.push(StripBuffer { dtype: to, total, strips });
+        let rows = Tensor::cat(&rows, 0).unwrap();
+        let Storage::Cpu(storage) = &*rows.storage_and_layout().0 else { panic!("not on the host") };
+        want.push(storage.clone());
+    }
+    [<CpuStorage as StripStorage>::copy_strips(&CpuDevice, &buffers).unwrap(), want]
+}
+
+#[test]
+fn strips_of_many_tensors_are_copied_in_few_launches() {
+    if TEXTS.is_none() {
+        return;
+    }
+    let same = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
+    let pairs = same.map(|dtype| (dtype, dtype));
+    for (from, to) in pairs.into_iter().chain([(DType::BF16, DType::F32), (DType::F16, DType::F32)]) {
+        for count in [1, 30] {
+            let launches = Arc::new(AtomicUsize::new(0));
+            let counted = launches.clone();
+            let runner: HostRunner = Arc::new(move |launch| {
+                counted.fetch_add(1, Ordering::Relaxed);
+                run(launch)
+            });
+            let [got, want] = with_kernels_on_host(runner, || strips(from, to, count));
+            for (got, want) in got.into_iter().zip(want) {
+                let bits = |storage: &CpuStorage| format!("{storage:?}");
+                assert_eq!(bits(&got), bits(&want), "{from:?} to {to:?}, {count} tensors");
+            }
+            // Of three in four tensors there are three strips, 64 in a launch.
+            assert_eq!(launches.load(Ordering::Relaxed), if count == 1 { 1 } else { 2 });
+        }
+    }
+}
+
+#[test]
+fn the_largest_of_rows_is_that_of_the_host() {
+    for (rows, width) in [(1, 1), (3, 31), (2, 5000), (2, 9001)] {
+        for dtype in DTYPES {
+            let mut x = values(&[rows, width], 5, dtype);
+            if width > 30 {
+                // Equal numbers, a negative row, and one that has a NaN behind an infinity.
+                x = ((x * 4.0).unwrap().round().unwrap() / 4.0).unwrap();
+                let row = |at: usize| x.narrow(0, at, 1).unwrap();
+                let mut rows: Vec<Tensor> = (0..rows).map(row).collect();
+                rows[0] = (rows[0].abs().unwrap() * -1.0).unwrap();
+                let odd = Tensor::new(&[[f64::INFINITY, f64::NAN]], &Device::Cpu).unwrap();
+                let last = rows.len() - 1;
+                let rest = rows[last].narrow(1, 0, width - 2).unwrap();
+                rows[last] = Tensor::cat(&[rest, odd.to_dtype(dtype).unwrap()], 1).unwrap();
+                x = Tensor::cat(&rows, 0).unwrap();
+            }
+            let keys = || largest_keys(&x, 7, width + 9).unwrap();
+            let want = LargestNumber::of_keys(&keys()).unwrap();
+            let Some(got) = with_kernels(keys) else { return };
+            let got = LargestNumber::of_keys(&got).unwrap();
+            assert_eq!(format!("{got:?}"), format!("{want:?}"), "{rows} rows of {width} {dtype:?}");
+            assert!(
+                width < 30
+                    || want[rows - 1].value == f32::INFINITY && want[rows - 1].place as usize == width + 5
+            );
+        }
+    }
+}
+
+/// Turned views give their gradients as they are: of the heads of projections, rotated and turned back.
+#[test]
+fn gradients_pass_turned_views_without_copies() {
+    let heads = |x: &Tensor| permute(&reshape(x, (2, 5, (), 4))?, (0, 2, 1, 3));
+    for pairs in [RopePairs::Halves, RopePairs::Neighbors] {
+        check("rope of turned projections", &[&[2, 5, 12], &[2, 5, 4], &[2, 5, 4]], &|x| {
+            let table = |seed| values(&[2, 9, 2], seed, x[0].dtype());
+            // Results of this crate, not variables.
+            let [q, k, v] = [0, 1, 2].map(|at| add(&x[at], &x[at]));
+            let [turned, k] = rope_both([&heads(&q?)?, &heads(&k?)?], &table(1), &table(2), 2, pairs)?;
+            let back = |x: &Tensor| permute(x, (0, 2, 1, 3));
+            let v = back(&heads(&v?)?)?;
+            flash_attn(&back(&turned)?, &back(&k)?, &v, 0.5, true)
+        });
     }
 }
 

@@ -159,6 +159,9 @@ fn each(work: &str, ranks: usize) -> [isize; 3] {
     ];
     let [launches, copies, waits] = found;
     println!("{work} on {ranks} ranks: {launches} launches, {copies} copies from the host, {waits} waits");
+    let kernels = all[3].keys().filter(|name| name.starts_with("kernel ") || *name == "cublasGemm");
+    let kernels = kernels.map(|name| (name, of(&[name]))).filter(|(_, count)| *count > 0);
+    println!("{}", kernels.map(|(name, count)| format!("{name} {count}")).collect::<Vec<_>>().join(", "));
     found
 }
 

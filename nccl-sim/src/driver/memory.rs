@@ -109,6 +109,7 @@ pub(crate) extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, len: u
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, len: usize, stream: u64) -> c_int {
+    crate::tally::count("cuMemcpyDtoDAsync");
     let copy = move |exec: &mut Exec<'_>| {
         if let Some(data) = exec.read(from, len) {
             exec.write(to, &data);

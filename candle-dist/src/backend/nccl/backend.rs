@@ -15,7 +15,7 @@ use crate::backend::outputs::{completed, deliver, fill, filled, unsupported};
 use crate::backend::{Backend, Call, Collective, Cut, Form, Fresh, Op, Results, StartedCall, Tensors};
 use crate::control::channel;
 use crate::{Cause, Error, GroupFailure, Result, hash};
-use candle_core::{Device, DeviceLocation, Tensor};
+use candle_core::{CudaDevice, Device, DeviceLocation, Tensor};
 use cudarc::driver::CudaStream;
 use parking_lot::Mutex;
 use smallvec::smallvec;
@@ -122,14 +122,14 @@ impl NcclBackend {
             _ => self.rank.device.clone(),
         };
         let main = device.cuda_stream();
-        let prepare = |i: usize| TensorTransfer::new(&device, &call, i, self.me, tensors.get(i));
-        let prepared = Arc::new((0..count).map(prepare).collect::<Result<Vec<_>>>()?);
+        let prepared = Arc::new(TensorTransfer::of_call(&device, &call, self.me, &tensors)?);
         // Tensors of one GPU may have been made and packed for different `Device`s, each with its own stream.
         let mut streams = other_streams(&tensors, &main);
         let others = streams.clone();
         streams.push(main.clone());
         let launch = Some(self.enqueue(PriorWork::on(&streams)?, call, &prepared)?);
-        Ok(EnqueuedCall { rank: self.rank.clone(), main, others, launch, prepared, to_host, kept: tensors })
+        let rank = self.rank.clone();
+        Ok(EnqueuedCall { rank, device, main, others, launch, prepared, to_host, kept: tensors })
     }
 
     /// Enqueues a call after the others of this group.
@@ -246,6 +246,7 @@ fn other_streams(tensors: &[Tensor], main: &Arc<CudaStream>) -> Vec<Arc<CudaStre
 /// A call that is enqueued on the GPU.
 struct EnqueuedCall {
     rank: Arc<NcclRank>,
+    device: CudaDevice,
     /// The stream on which the tensors are used and freed.
     main: Arc<CudaStream>,
     /// Other streams on which tensors are freed.
@@ -278,8 +279,8 @@ impl EnqueuedCall {
         let shared = || Error::Unsupported("a call that is still being enqueued".to_string());
         let prepared = Arc::into_inner(std::mem::take(&mut self.prepared)).ok_or_else(shared)?;
         let mut results = Results::new();
-        for (prepared, &to_host) in prepared.into_iter().zip(&self.to_host) {
-            let Some(made) = prepared.land()? else { continue };
+        for (made, &to_host) in transfer::land(&self.device, prepared)?.into_iter().zip(&self.to_host) {
+            let Some(made) = made else { continue };
             if !to_host {
                 results.push(made);
                 continue;

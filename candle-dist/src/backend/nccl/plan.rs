@@ -3,11 +3,9 @@
 //! NCCL moves contiguous spans of flat buffers. A piece of a dim other than the first is not contiguous, so it is
 //! packed before it is sent, and unpacked after it is received. A plan depends on the call only, not on the device.
 use crate::backend::storage::DeviceStorage;
-use crate::backend::strips::copy_rows;
 use crate::backend::{Call, Collective, Cut, Dims};
 use crate::{Error, Result};
-use candle_core::Shape;
-use candle_core::backend::BackendDevice;
+use candle_dist_base::{StripBuffer, StripCopy};
 
 /// The plan of one rank for one tensor of a collective.
 #[derive(Debug, Clone, PartialEq)]
@@ -68,14 +66,16 @@ struct Strip {
 }
 
 impl StripCopies {
-    /// Copies the strips of `source`, whose data begins at `offset`, to a new buffer.
-    pub(super) fn apply<S: DeviceStorage>(&self, source: &S, offset: usize) -> Result<S> {
-        // SAFETY: the strips of all pieces write each element, and nothing reads it before.
-        let mut made = unsafe { source.device().alloc_uninit(&Shape::from(self.total), source.dtype())? };
-        for Strip { rows, len, from, to } in &self.strips {
-            copy_rows(source, &mut made, (*rows, *len), (offset + from.0, from.1), *to)?;
-        }
-        Ok(made)
+    /// The strips of `source`, whose data begins at `offset`, in a new buffer, whose elements they all fill.
+    pub(super) fn buffer<'a, S: DeviceStorage>(&self, source: &'a S, offset: usize) -> StripBuffer<'a, S> {
+        let strips = self.strips.iter().map(|&Strip { rows, len, from, to }| StripCopy {
+            source,
+            rows,
+            len,
+            from: (offset + from.0, from.1),
+            to,
+        });
+        StripBuffer { dtype: source.dtype(), total: self.total, strips: strips.collect() }
     }
 }
 

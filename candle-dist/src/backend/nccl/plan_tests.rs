@@ -2,6 +2,7 @@
 use super::*;
 use crate::backend::{Fresh, ReduceOp, Tensors};
 use crate::{Collective, Cut, ProcessGroup, World};
+use candle_core::cpu_backend::CpuDevice;
 use candle_core::{CpuStorage, DType, Device, Tensor};
 use proptest::prelude::*;
 use smallvec::smallvec;
@@ -57,6 +58,10 @@ fn moved(plans: &[TransferPlan], sent: &[Vec<f32>]) -> Vec<Vec<f32>> {
     (0..plans.len()).map(receive).collect()
 }
 
+fn packed(moves: &StripCopies, source: &CpuStorage, offset: usize) -> CpuStorage {
+    CpuStorage::copy_strips(&CpuDevice, &[moves.buffer(source, offset)]).unwrap().remove(0)
+}
+
 /// Returns the results of the ranks for their `i`-th tensors by the plans.
 fn planned(calls: &[Call], inputs: &[Tensors], i: usize) -> Vec<Option<Tensor>> {
     let shape = |me: usize| {
@@ -70,7 +75,7 @@ fn planned(calls: &[Call], inputs: &[Tensors], i: usize) -> Vec<Option<Tensor>> 
         let storage = CpuStorage::of(&storage).unwrap();
         let (start, end) = layout.contiguous_offsets().unwrap();
         match &plans[me].pack {
-            Some(moves) => moves.apply(storage, start).unwrap().as_slice::<f32>().unwrap().to_vec(),
+            Some(moves) => packed(moves, storage, start).as_slice::<f32>().unwrap().to_vec(),
             None => storage.as_slice::<f32>().unwrap()[start..end].to_vec(),
         }
     };
@@ -79,8 +84,7 @@ fn planned(calls: &[Call], inputs: &[Tensors], i: usize) -> Vec<Option<Tensor>> 
         let shape = plan.shape.clone()?;
         assert_eq!(received.len(), plan.received);
         let received = CpuStorage::F32(received);
-        let made =
-            plan.unpack.as_ref().map_or(Ok(received.clone()), |moves| moves.apply(&received, 0)).unwrap();
+        let made = plan.unpack.as_ref().map_or(received.clone(), |moves| packed(moves, &received, 0));
         Some(Fresh::host(made, shape.as_slice()).into_tensor())
     };
     plans.iter().zip(moved(&plans, &sent)).map(land).collect()

@@ -2,14 +2,15 @@
 use super::comm::NcclComm;
 use super::limit::PriorWork;
 use super::marks;
-use super::plan::{BufferSpan, FlatTransfer, TransferPlan};
+use super::plan::{BufferSpan, FlatTransfer, StripCopies, TransferPlan};
 use super::rank::NcclRank;
 use super::reduction::{CommReduction, all_reduce, reduce, reduce_scatter};
 use crate::backend::cuda::{address, memory, note_written, written};
-use crate::backend::storage::DeviceStorage;
+use crate::backend::guards::Guards;
+use crate::backend::storage::{DeviceStorage, StorageOperand};
 use crate::backend::{Call, Cut, Fresh, ReduceOp};
 use crate::{Error, Result};
-use candle_core::{CudaDevice, CudaStorage, DType, Layout, Shape, Storage, Tensor};
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Shape, Storage, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream};
 use cudarc::nccl::sys;
 use std::ffi::c_void;
@@ -50,28 +51,34 @@ impl SendData {
 }
 
 impl TensorTransfer {
-    /// Prepares rank `me`'s part of the `i`-th tensors of `call`. Packing is enqueued on the stream of `device`.
-    pub(super) fn new(
+    /// Prepares rank `me`'s part of a call. Packing, one launch for all tensors of a device, is enqueued on its stream.
+    pub(super) fn of_call(
         device: &CudaDevice,
         call: &Call,
-        i: usize,
         me: usize,
-        tensor: Option<&Tensor>,
+        tensors: &[Tensor],
+    ) -> Result<Vec<Self>> {
+        let plan = |i: usize| {
+            TransferPlan::new(call, i, me, tensors.get(i).map_or(&call.shape, |tensor| tensor.dims()))
+        };
+        let plans = (0..call.count()).map(plan).collect::<Result<Vec<_>>>()?;
+        let packed = pack(&plans, tensors)?;
+        let each = plans.into_iter().zip(packed).enumerate();
+        each.map(|(i, (plan, packed))| Self::new(device, call, plan, (tensors.get(i), packed))).collect()
+    }
+
+    fn new(
+        device: &CudaDevice,
+        call: &Call,
+        plan: TransferPlan,
+        (tensor, packed): (Option<&Tensor>, Option<CudaStorage>),
     ) -> Result<Self> {
         let none = || Error::Unsupported(format!("{} without a dtype", call.op()));
         let dtype = tensor.map(Tensor::dtype).or(call.dtype).ok_or_else(none)?;
-        let plan = TransferPlan::new(call, i, me, tensor.map_or(&call.shape, |tensor| tensor.dims()))?;
-        let sent = match (tensor, &plan.pack) {
+        let sent = match (tensor, packed) {
             (None, _) => SendData::Nothing,
             (Some(tensor), None) => SendData::Tensor(tensor.clone()),
-            (Some(tensor), Some(moves)) => {
-                let (storage, layout) = tensor.storage_and_layout();
-                let len = tensor.elem_count();
-                SendData::Packed {
-                    storage: moves.apply(CudaStorage::of(&storage)?, layout.start_offset())?,
-                    len,
-                }
-            }
+            (Some(tensor), Some(storage)) => SendData::Packed { storage, len: tensor.elem_count() },
         };
         let memory = |dtype| plan.shape.is_some().then(|| memory(device, plan.received, dtype)).transpose();
         let marks = match marks::needed(call, dtype) {
@@ -104,20 +111,60 @@ impl TensorTransfer {
         first_error([numbers].into_iter().chain(marks))
     }
 
-    /// Returns the result. Unpacking is enqueued on the stream of the tensor's device.
-    pub(super) fn land(self) -> Result<Option<Fresh>> {
-        let (Some(mut received), Some(shape)) = (self.received, self.plan.shape) else { return Ok(None) };
-        written(&mut received);
+    /// Returns what was received, with NaN where they are marked, and how it is unpacked.
+    fn received(self) -> Result<Option<TransferResult>> {
+        let (Some(mut storage), Some(shape)) = (self.received, self.plan.shape) else { return Ok(None) };
+        written(&mut storage);
         if let Some((_, Some(mut marks))) = self.marks {
             written(&mut marks);
-            received = marks::apply(&marks, received, self.plan.received)?;
+            storage = marks::apply(&marks, storage, self.plan.received)?;
         }
-        let storage = match &self.plan.unpack {
-            Some(moves) => moves.apply(&received, 0)?,
-            None => received,
-        };
-        Ok(Some(Fresh { storage: Storage::Cuda(storage), shape: Shape::from(shape.as_slice()) }))
+        Ok(Some(TransferResult { storage, unpack: self.plan.unpack, shape: Shape::from(shape.as_slice()) }))
     }
+}
+
+/// A result that may have to be unpacked.
+struct TransferResult {
+    storage: CudaStorage,
+    unpack: Option<StripCopies>,
+    shape: Shape,
+}
+
+/// Packs tensors as their plans say, each on the stream of its device; `None` for those that are sent as they are.
+fn pack(plans: &[TransferPlan], tensors: &[Tensor]) -> Result<Vec<Option<CudaStorage>>> {
+    let mut made: Vec<Option<CudaStorage>> = plans.iter().map(|_| None).collect();
+    let pairs = plans.iter().zip(tensors).enumerate();
+    let mut rest: Vec<_> = pairs.filter_map(|(i, (plan, x))| Some((i, plan.pack.as_ref()?, x))).collect();
+    while let Some(Device::Cuda(device)) = rest.first().map(|(_, _, x)| x.device()) {
+        let (these, others): (Vec<_>, Vec<_>) =
+            rest.iter().copied().partition(|(_, _, x)| x.device().same_device(&Device::Cuda(device.clone())));
+        let operands: Vec<_> = these.iter().map(|(_, _, x)| StorageOperand::of(x)).collect();
+        let guards = Guards::new(&operands);
+        let mut buffers = Vec::with_capacity(these.len());
+        for ((_, moves, x), guard) in these.iter().zip(guards.iter()) {
+            buffers.push(moves.buffer(CudaStorage::of(guard)?, x.layout().start_offset()));
+        }
+        for ((i, ..), packed) in these.iter().zip(CudaStorage::copy_strips(device, &buffers)?) {
+            made[*i] = Some(packed);
+        }
+        rest = others;
+    }
+    Ok(made)
+}
+
+/// Returns the results of a call; `None` for a tensor without one. Unpacking, one launch for all of them, is enqueued on the stream of
+/// `device`.
+pub(super) fn land(device: &CudaDevice, prepared: Vec<TensorTransfer>) -> Result<Vec<Option<Fresh>>> {
+    let all = prepared.into_iter().map(TensorTransfer::received).collect::<Result<Vec<_>>>()?;
+    let packed = all.iter().flatten().filter_map(|it| Some(it.unpack.as_ref()?.buffer(&it.storage, 0)));
+    let buffers: Vec<_> = packed.collect();
+    let made = if buffers.is_empty() { Vec::new() } else { CudaStorage::copy_strips(device, &buffers)? };
+    let mut made = made.into_iter();
+    let mut result = |TransferResult { storage, unpack, shape }: TransferResult| {
+        let storage = if unpack.is_some() { made.next().unwrap_or(storage) } else { storage };
+        Fresh { storage: Storage::Cuda(storage), shape }
+    };
+    Ok(all.into_iter().map(|it| it.map(&mut result)).collect())
 }
 
 /// Enqueues all of `prepared` as one group after the work `after`.

@@ -165,8 +165,11 @@ impl WorldWatch {
                 world.check()?;
                 world.begin(*rank, call);
                 let inside = WorldGuard::Thread(world, *rank);
-                let compared = calls.compare((group, round), ranks, *rank, call);
-                compared.map(|()| inside).map_err(|cause| self.fail(cause))
+                match calls.compare((group, round), ranks, *rank, call) {
+                    Ok(()) => Ok(inside),
+                    // The failure says what this rank is in.
+                    Err(cause) => Err(self.fail(cause)),
+                }
             }
             Self::Process(control, awaited) => {
                 let inside = WorldGuard::Process(control.enter_compared(group, ranks, round, call)?);

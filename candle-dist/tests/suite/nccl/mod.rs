@@ -7,6 +7,7 @@ mod copies;
 mod costs;
 mod faults;
 mod kernels;
+mod packing;
 mod parked;
 mod seeds;
 mod waits;

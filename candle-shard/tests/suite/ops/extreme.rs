@@ -4,9 +4,11 @@ use crate::ops::sweep::{
     Kind::{Float, Ids, Whole},
     sweep,
 };
-use candle_core::{Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::comm;
+use candle_shard::kernels::LargestNumber;
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
-use test_utils::{on_ranks, over_nccl, skip};
+use test_utils::{device, on_ranks, over_nccl, skip};
 
 /// Shapes that divide, that do not, and that leave ranks without elements.
 const SHAPES: [&[usize]; 4] = [&[4, 6], &[5, 3], &[1, 7], &[2, 1, 5]];
@@ -54,6 +56,40 @@ fn an_extreme_of_what_is_not_a_number_does_not_depend_on_the_mesh() {
             let of_numbers = grad.narrow(0, 4, 1)?.flatten_all()?.to_vec1::<f64>()?;
             assert_eq!(of_numbers, [0., 1., 0., 0., 0.], "{at}");
         }
+        Ok(())
+    });
+}
+
+#[test]
+fn the_largest_of_each_row_is_the_first_on_whichever_rank_it_lies() {
+    on_ranks(3, "largest of rows", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[3])?;
+        let (inf, nan) = (f32::INFINITY, f32::NAN);
+        // Equal ones on two ranks, zeros of both signs, a NaN behind an infinity, and nothing but -∞.
+        let rows = [
+            [1f32, 5., 2., 5., 0.],
+            [-1., -0., 0., -3., -0.],
+            [7., 2., inf, 3., nan],
+            [7., 2., nan, 3., inf],
+            [-inf; 5],
+        ];
+        let want = [(1, 5.), (1, 0.), (2, inf), (2, nan), (0, -inf)];
+        for (at, dtype) in itertools::iproduct!([Replicate, Shard(0), Shard(1)], [DType::F32, DType::BF16]) {
+            let x = Tensor::new(&rows, &Device::Cpu)?.to_dtype(dtype)?.to_device(&device())?;
+            let x = DTensor::distribute(&x, &mesh, &[at])?;
+            let (keys, sent) = comm::record(|| x.largest_keys());
+            let found = LargestNumber::of_keys(&keys?)?;
+            for (found, (place, value)) in found.iter().zip(want) {
+                assert_eq!(found.place, place, "{at} {dtype:?}: {found:?}");
+                let is_it = found.value == value || found.value.is_nan() && value.is_nan();
+                assert!(is_it, "{at} {dtype:?}: {found:?}");
+            }
+            // A number of 8 bytes for each row.
+            assert!(sent.total() <= 1 && sent.total_bytes() <= 8 * rows.len(), "{at}: {sent}");
+        }
+        assert!(
+            DTensor::replicated(&Tensor::zeros(3, DType::F32, &device())?, &mesh)?.largest_keys().is_err()
+        );
         Ok(())
     });
 }

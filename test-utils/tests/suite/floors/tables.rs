@@ -27,7 +27,7 @@ const fn folder(path: &'static str, floors: &'static Floors) -> Folder {
 }
 
 const CANDLE_DIST_BASE: &[Folder] = &[
-    folder("", &["bits empty fresh reduce_op sums", "edges"]),
+    folder("", &["bits empty fresh reduce_op strips sums", "edges"]),
     folder("edges", &["slot", "kept value", "node", "apply"]),
 ];
 
@@ -50,8 +50,9 @@ const CANDLE_DIST: &[Folder] = &[
     folder(
         "backend",
         &[
-            "cuda element recent runs sink storage",
-            "fresh guards overwrite strips",
+            "cuda element recent runs sink strips",
+            "storage",
+            "fresh guards overwrite",
             "reduce regions started",
             "device outputs",
             "collective mod",
@@ -170,7 +171,15 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
         ],
     ),
     folder("device_rows", &["launch", "cuda", "mod"]),
-    folder("fused", &["call", "cuda emulated", "run", "adam_w cross_entropy function norm put rope softmax"]),
+    folder(
+        "fused",
+        &[
+            "call",
+            "cuda emulated",
+            "run",
+            "adam_w cross_entropy function largest norm put rope softmax strips",
+        ],
+    ),
     folder("function", &["mod", "formulas off_host", "apply"]),
     folder("linear_attention", &["sizes", "scan", "backward inputs", "composed", "mod"]),
     folder("product", &["matrix", "columns panels", "pairs", "pair_operand", "operands", "mod"]),
