@@ -34,7 +34,7 @@ pub fn clamped_gate(x: &Tensor, gate: &Tensor, alpha: f64, limit: f64) -> Result
     if !x.device().is_cpu() {
         return composed(x, gate, alpha, limit);
     }
-    edges::apply2(&x.contiguous()?, &gate.contiguous()?, FloatNode(ClampedGate { alpha, limit }))
+    edges::apply2(&edges::contiguous(x)?, &edges::contiguous(gate)?, FloatNode(ClampedGate { alpha, limit }))
 }
 
 fn composed(x: &Tensor, gate: &Tensor, alpha: f64, limit: f64) -> Result<Tensor> {

@@ -50,7 +50,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     if !x.device().is_cpu() {
         return composed(x, weight, bias);
     }
-    let input = if as_rows(x.layout()).is_some() { x.clone() } else { x.contiguous()? };
+    let input = if as_rows(x.layout()).is_some() { x.clone() } else { edges::contiguous(x)? };
     let op = LinearOp { sink: weight_sink(), is_tracked: x.track_op() || weight.track_op() };
     match bias {
         Some(bias) => edges::apply3(&input, weight, &bias.contiguous()?, op),

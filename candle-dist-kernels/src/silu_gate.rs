@@ -31,7 +31,7 @@ pub fn silu_gate(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return composed(x, gate);
     }
-    edges::apply2(&x.contiguous()?, &gate.contiguous()?, FloatNode(SiluGate))
+    edges::apply2(&edges::contiguous(x)?, &edges::contiguous(gate)?, FloatNode(SiluGate))
 }
 
 pub(super) fn composed(x: &Tensor, gate: &Tensor) -> Result<Tensor> {

@@ -138,6 +138,26 @@ pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
     Ok(view)
 }
 
+/// Like [`Tensor::permute`]. Uses of the result put their gradients into the slot of `x`, if `x` has one.
+pub fn permute(x: &Tensor, dims: &[usize]) -> Result<Tensor> {
+    let view = x.permute(dims)?;
+    if let Some(holder) = holder_of(x) {
+        remember(&view, &holder.permuted(&view, dims));
+    }
+    Ok(view)
+}
+
+/// Like [`Tensor::contiguous`]. Uses of the result put their gradients into the slot of `x`, if `x` has one.
+pub fn contiguous(x: &Tensor) -> Result<Tensor> {
+    let made = x.contiguous()?;
+    if made.id() != x.id()
+        && let Some(holder) = holder_of(x)
+    {
+        remember(&made, &holder);
+    }
+    Ok(made)
+}
+
 /// The backward step of an op that reads its result.
 fn with_result(backward: impl Fn(&Tensor, &Tensor) -> Result<Grads> + Send + Sync + 'static) -> BackwardFn {
     Box::new(move |result, grad| match result {

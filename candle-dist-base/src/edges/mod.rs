@@ -37,7 +37,9 @@ mod node;
 mod slot;
 mod value;
 
-pub use apply::{apply1, apply2, apply3, has_ticket, record, record_both, record_with_result, reshape};
+pub use apply::{
+    apply1, apply2, apply3, contiguous, has_ticket, permute, record, record_both, record_with_result, reshape,
+};
 pub use kept::{backward, keep};
 pub use node::Grads;
 pub use slot::{forget_pass, nested};

@@ -78,7 +78,7 @@ pub(super) fn node_of_two(
     let [first, second] = made;
     let [of_first, of_second] = slots;
     let result = |made: Fresh, slot| {
-        let holder = Arc::new(GradEdge { ticket: op.clone(), slot, shape: made.shape.clone() });
+        let holder = Arc::new(GradEdge::new(op.clone(), slot, made.shape.clone()));
         let input = (NodeInput { place: 0, holder: Some(holder) }, op.clone());
         let pass_on = BackwardStep::OfOne(Box::new(|_, grad| Ok([Some(grad.clone()), None, None])));
         let (_, ticket, [slot]) = ticket_of::<1>(name, SmallVec::from_iter([input]), pass_on)?;

@@ -4,6 +4,7 @@ use crate::fresh::{Fresh, Ready};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, TensorId,
 };
+use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 use std::cell::RefCell;
 use std::sync::{Arc, Weak};
@@ -11,11 +12,38 @@ use std::sync::{Arc, Weak};
 /// What uses of a tensor need: its ticket, and the slot for their gradients.
 pub(super) struct GradEdge {
     pub(super) ticket: Tensor,
-    pub(super) slot: Arc<GradSlot>,
-    pub(super) shape: Shape,
+    slot: Arc<GradSlot>,
+    shape: Shape,
+    /// If the tensor is a view whose dims are in another order: the way back to the order of the slot, the first step first.
+    back: Vec<DimOrder>,
+    /// Those of views of the tensor, which it keeps alive.
+    views: Mutex<Vec<Arc<GradEdge>>>,
+}
+
+/// The shape of a view, and the order of its dims in what it is a view of.
+#[derive(Clone)]
+struct DimOrder {
+    shape: Shape,
+    order: Vec<usize>,
 }
 
 impl GradEdge {
+    pub(super) fn new(ticket: Tensor, slot: Arc<GradSlot>, shape: Shape) -> Self {
+        Self { ticket, slot, shape, back: Vec::new(), views: Mutex::default() }
+    }
+
+    /// Returns what uses of a view of the tensor need, whose dim `i` is dim `dims[i]` of the tensor.
+    pub(super) fn permuted(&self, view: &Tensor, dims: &[usize]) -> Arc<Self> {
+        let mut order = vec![0; dims.len()];
+        dims.iter().enumerate().for_each(|(to, &from)| order[from] = to);
+        let mut back = vec![DimOrder { shape: view.shape().clone(), order }];
+        back.extend_from_slice(&self.back);
+        let edge = Self { back, ..Self::new(self.ticket.clone(), self.slot.clone(), self.shape.clone()) };
+        let edge = Arc::new(edge);
+        self.views.lock().push(edge.clone());
+        edge
+    }
+
     /// Returns the gradient of a ticket for one use of its tensor.
     ///
     /// It is on the host, also if the ticket is not: candle adds nothing to a gradient without elements.
@@ -28,7 +56,13 @@ impl GradEdge {
 
     /// Puts a gradient into the slot. `of_use` is what candle gets for the ticket.
     pub(super) fn receive(&self, grad: &Tensor, of_use: &Tensor) -> Result<()> {
-        self.slot.add(grad, &self.shape, of_use)
+        let mut grad = grad.detach();
+        for DimOrder { shape, order } in &self.back {
+            // A reshape would copy what is not contiguous.
+            grad = if grad.shape() == shape { grad } else { grad.reshape(shape)? };
+            grad = grad.permute(&order[..])?;
+        }
+        self.slot.add(&grad, &self.shape, of_use)
     }
 }
 
@@ -66,7 +100,7 @@ pub(super) fn remember(x: &Tensor, holder: &Arc<GradEdge>) {
 
 /// Returns the tensor with this ticket.
 pub(super) fn tensor(made: Fresh, ticket: Tensor, slot: Arc<GradSlot>) -> Result<Tensor> {
-    let holder = Arc::new(GradEdge { ticket, slot, shape: made.shape.clone() });
+    let holder = Arc::new(GradEdge::new(ticket, slot, made.shape.clone()));
     let made = Ready::new(made);
     let x = holder.ticket.apply_op1(ValueNode { made, holder: holder.clone() })?;
     remember(&x, &holder);
