@@ -18,6 +18,8 @@
 //! - The tensor itself depends on its ticket, so ops of candle can use it as any other tensor. Their gradient reaches the
 //!   tensor as before, and the tensor puts it into the slot.
 //!
+//! Views with another shape or another order of dims, and copies, put their gradients into the slot of what they are made of.
+//!
 //! An op with two results has a ticket of its own, with a slot for each result: their tickets put the gradients there.
 //!
 //! Inputs that are not results of this module, such as variables, are inputs of the ticket in candle's graph, and get
