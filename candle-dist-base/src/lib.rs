@@ -14,4 +14,4 @@ mod sums;
 pub use fresh::{Fresh, Ready, dense};
 pub use reduce_op::{Factor, ReduceOp};
 pub use strips::{StripBuffer, StripCopy};
-pub use sums::sum_dtype;
+pub use sums::{square_sum, sum_dtype};

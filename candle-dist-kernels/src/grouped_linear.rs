@@ -48,7 +48,7 @@ pub fn grouped_linear(x: &Tensor, weight: &Tensor, counts: impl Into<Arc<[usize]
     }
     let is_tracked = x.track_op() || weight.track_op();
     let op = GroupedLinear { counts, sink: weight_sink(), is_tracked };
-    edges::apply2(&x.contiguous()?, &weight.contiguous()?, op)
+    edges::apply2(&edges::contiguous(x)?, &weight.contiguous()?, op)
 }
 
 /// Returns each group that has rows, and these rows.

@@ -36,7 +36,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     if !x.device().is_cpu() {
         return composed(x, weight, bias, eps);
     }
-    let [x, weight, bias] = [x, weight, bias].map(Tensor::contiguous);
+    let [x, weight, bias] = [x, weight, bias].map(edges::contiguous);
     edges::apply3(&x?, &weight?, &bias?, FloatNode(LayerNormOp { eps }))
 }
 

@@ -15,7 +15,7 @@ use super::{
     convert::{converted, to_dtype},
     cpu, elements,
     few_rows::{self, has_rows, is_few},
-    product::{product, rounded_product},
+    product::{product, product_with_weight, rounded_product},
     real::Real,
     rows::{self, add_assign, by_blocks},
     weight_sink,
@@ -50,7 +50,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     if !x.device().is_cpu() {
         return composed(x, weight, bias);
     }
-    let input = if as_rows(x.layout()).is_some() { x.clone() } else { x.contiguous()? };
+    let input = if as_rows(x.layout()).is_some() { x.clone() } else { edges::contiguous(x)? };
     let op = LinearOp { sink: weight_sink(), is_tracked: x.track_op() || weight.track_op() };
     match bias {
         Some(bias) => edges::apply3(&input, weight, &bias.contiguous()?, op),
@@ -231,7 +231,12 @@ pub(super) fn forward(
     let (m, k) = rows.shape().dims2()?;
     let is_dense = rows.is_contiguous() || matches!(x.dtype(), DType::F16 | DType::BF16);
     if !is_few(m, k, is_tracked) || !has_rows(weight_l) || !is_dense {
-        return Ok((product(x, &rows, weight, &weight_l.transpose(0, 1)?)?, shape));
+        // The bits of a step's numbers must not depend on the number of rows.
+        let made = match is_tracked {
+            true => product(x, &rows, weight, &weight_l.transpose(0, 1)?)?,
+            false => product_with_weight(x, &rows, weight, weight_l)?,
+        };
+        return Ok((made, shape));
     }
     let (x, rows) = wide(x, &rows)?;
     let out = match (&*x, weight) {

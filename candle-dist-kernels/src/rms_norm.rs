@@ -32,7 +32,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return composed(x, weight, eps);
     }
-    edges::apply2(&x.contiguous()?, &weight.contiguous()?, FloatNode(RmsNormOp { eps }))
+    edges::apply2(&edges::contiguous(x)?, &weight.contiguous()?, FloatNode(RmsNormOp { eps }))
 }
 
 /// The same from candle's operations. candle-nn's `rms_norm_slow` rounds `eps` to f32, and rounds before the weight.

@@ -43,7 +43,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePa
         return composed(x, &cos, &sin, half, pairs);
     }
     let [cos, sin] = [cos, sin].map(|t| t.to_dtype(dtype)?.contiguous());
-    edges::apply1(&x.contiguous()?, FloatNode(RopeOp { cos: cos?, sin: sin?, pairs }))
+    edges::apply1(&edges::contiguous(x)?, FloatNode(RopeOp { cos: cos?, sin: sin?, pairs }))
 }
 
 /// The [rotary position embedding](rope()) of queries and keys, which differ at most in their heads: on a CUDA device in one launch, and

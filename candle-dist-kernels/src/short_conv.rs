@@ -45,7 +45,7 @@ pub fn short_conv(x: &Tensor, weight: &Tensor, history: Option<Arc<[u32]>>) -> R
         return composed(x, weight, history.as_deref());
     }
     let by_taps = weight.t()?.contiguous()?;
-    edges::apply2(&x.contiguous()?, &by_taps, FloatNode(ShortConvOp { tokens, history }))
+    edges::apply2(&edges::contiguous(x)?, &by_taps, FloatNode(ShortConvOp { tokens, history }))
 }
 
 /// The same from candle's operations.

@@ -41,7 +41,7 @@ pub(super) fn gated<O: FloatOp<2>>(
     if !x.device().is_cpu() {
         return composed();
     }
-    edges::apply2(&x.contiguous()?, &gate.contiguous()?, FloatNode(op))
+    edges::apply2(&edges::contiguous(x)?, &edges::contiguous(gate)?, FloatNode(op))
 }
 
 pub(super) fn composed(x: &Tensor, gate: &Tensor) -> Result<Tensor> {

@@ -100,9 +100,9 @@ mod warning;
 mod world;
 
 pub use candle_core;
-#[doc(hidden)]
-pub use candle_dist_base::edges;
 pub use candle_dist_base::{bits, empty, sum_dtype};
+#[doc(hidden)]
+pub use candle_dist_base::{edges, square_sum};
 pub use candle_dist_derive::TensorTree;
 
 pub use call::{Collective, Cut, Op, ReduceOp};

@@ -147,6 +147,17 @@ pub fn permute(x: &Tensor, dims: &[usize]) -> Result<Tensor> {
     Ok(view)
 }
 
+/// Like [`Tensor::contiguous`]. Uses of the result put their gradients into the slot of `x`, if `x` has one.
+pub fn contiguous(x: &Tensor) -> Result<Tensor> {
+    let made = x.contiguous()?;
+    if made.id() != x.id()
+        && let Some(path) = path_of(x)
+    {
+        remember(&made, path);
+    }
+    Ok(made)
+}
+
 /// The backward step of an op that reads its result.
 fn with_result(backward: impl Fn(&Tensor, &Tensor) -> Result<Grads> + Send + Sync + 'static) -> BackwardFn {
     Box::new(move |result, grad| match result {

@@ -18,6 +18,8 @@
 //! - The tensor itself depends on its ticket, so ops of candle can use it as any other tensor. Their gradient reaches the
 //!   tensor as before, and the tensor puts it into the slot.
 //!
+//! Views with another shape or another order of dims, and copies, put their gradients into the slot of what they are made of.
+//!
 //! An op with two results has a ticket of its own, with a slot for each result: their tickets put the gradients there.
 //!
 //! Inputs that are not results of this module, such as variables, are inputs of the ticket in candle's graph, and get
@@ -38,7 +40,7 @@ mod slot;
 mod value;
 
 pub use apply::{
-    apply1, apply2, apply3, has_ticket, permute, record, record_both, record_with_result, reshape,
+    apply1, apply2, apply3, contiguous, has_ticket, permute, record, record_both, record_with_result, reshape,
 };
 pub use kept::{backward, keep};
 pub use node::Grads;

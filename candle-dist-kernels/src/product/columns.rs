@@ -1,6 +1,7 @@
-//! Sums of products whose columns several threads compute.
+//! New matrices whose columns several threads compute.
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use candle_core::{Result, bail};
 use gemm::Parallelism;
@@ -9,19 +10,40 @@ use super::matrix::{Matrix, multiply_into};
 use crate::parallel;
 
 /// Some columns of a new matrix, which nothing else uses.
-pub(crate) struct NewColumns<'a> {
-    first: *mut f32,
+pub(crate) struct NewColumns<'a, T> {
+    first: *mut T,
     dims: [usize; 2],
     /// From one row to the next.
     stride: usize,
     is_written: bool,
-    memory: PhantomData<&'a mut [MaybeUninit<f32>]>,
+    memory: PhantomData<&'a mut [MaybeUninit<T>]>,
 }
 
 // SAFETY: it is used as a `&mut` of its elements, which `by_columns` gives to no other.
-unsafe impl Send for NewColumns<'_> {}
+unsafe impl<T: Send> Send for NewColumns<'_, T> {}
 
-impl NewColumns<'_> {
+impl<T> NewColumns<'_, T> {
+    /// Returns some columns of a row, to be written.
+    pub(super) fn row(&mut self, row: usize, columns: Range<usize>) -> &mut [MaybeUninit<T>] {
+        let [rows, width] = self.dims;
+        assert!(row < rows && columns.start <= columns.end && columns.end <= width);
+        // SAFETY: the part has this row, whose elements nothing else uses.
+        unsafe {
+            let first = self.first.add(row * self.stride + columns.start).cast();
+            std::slice::from_raw_parts_mut(first, columns.len())
+        }
+    }
+
+    /// Says that all elements have been written.
+    ///
+    /// # Safety
+    /// They have.
+    pub(super) unsafe fn set_written(&mut self) {
+        self.is_written = true;
+    }
+}
+
+impl NewColumns<'_, f32> {
     /// Adds the product of matrices that fit. The first one is the sum so far.
     pub(crate) fn add_product(&mut self, a: Matrix<'_, f32>, b: Matrix<'_, f32>) -> Result<()> {
         let ([m, k], [inner, n]) = (a.dims, b.dims);
@@ -36,14 +58,14 @@ impl NewColumns<'_> {
     }
 }
 
-/// Returns a matrix of `rows` rows whose columns are in parts of these `widths`, which add up to all of them. `compute` adds at
-/// least one product to the part of a number; on several threads, if the work `is_worth_it`.
-pub(crate) fn by_columns(
+/// Returns a matrix of `rows` rows whose columns are in parts of these `widths`, which add up to all of them. `compute` writes the
+/// part of a number; on several threads, if the work `is_worth_it`.
+pub(crate) fn by_columns<T: Send>(
     rows: usize,
     widths: &[usize],
     is_worth_it: bool,
-    compute: impl Fn(usize, &mut NewColumns<'_>) -> Result<()> + Sync,
-) -> Result<Vec<f32>> {
+    compute: impl Fn(usize, &mut NewColumns<'_, T>) -> Result<()> + Sync,
+) -> Result<Vec<T>> {
     let stride: usize = widths.iter().sum();
     let mut out = Vec::with_capacity(rows * stride);
     if rows * stride == 0 {
@@ -62,7 +84,7 @@ pub(crate) fn by_columns(
         Ok(part.is_written)
     });
     if written.into_iter().collect::<Result<Vec<bool>>>()?.contains(&false) {
-        bail!("product: some columns have no product");
+        bail!("product: some columns were not written");
     }
     // SAFETY: the parts are all columns of all rows, and each was written.
     unsafe { out.set_len(rows * stride) };

@@ -9,6 +9,7 @@ mod pair_operand;
 #[cfg_attr(not(all(target_arch = "x86_64", feature = "avx512")), path = "no_pairs.rs")]
 mod pairs;
 mod panels;
+mod weight_rows;
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Layout, Result};
@@ -67,6 +68,27 @@ pub(super) fn rounded_product(
         (CpuStorage::BF16(a), CpuStorage::BF16(b)) => Ok(CpuStorage::BF16(of_bf16(a, a_l, b, b_l)?)),
         (CpuStorage::F16(a), CpuStorage::F16(b)) => Ok(CpuStorage::F16(of_f16(a, a_l, b, b_l)?)),
         _ => product(a, a_l, b, b_l),
+    }
+}
+
+/// Like [`product`] of `x` and the transpose of `weight [n, k]`, whose bits need not be those of candle's product.
+pub(super) fn product_with_weight(
+    x: &CpuStorage,
+    x_l: &Layout,
+    weight: &CpuStorage,
+    weight_l: &Layout,
+) -> Result<CpuStorage> {
+    let ((m, k), (n, _)) = (x_l.shape().dims2()?, weight_l.shape().dims2()?);
+    let are_rows = x_l.stride()[1] == 1 && weight_l.stride()[1] == 1;
+    let fits = cfg!(target_arch = "x86_64") && are_rows && m <= weight_rows::MOST && m * n * k > 0;
+    match (x, weight) {
+        (CpuStorage::F32(x), CpuStorage::F32(weight)) if fits => {
+            Ok(CpuStorage::F32(weight_rows::product(Matrix::of(x, x_l)?, Matrix::of(weight, weight_l)?)?))
+        }
+        (CpuStorage::F64(x), CpuStorage::F64(weight)) if fits => {
+            Ok(CpuStorage::F64(weight_rows::product(Matrix::of(x, x_l)?, Matrix::of(weight, weight_l)?)?))
+        }
+        _ => product(x, x_l, weight, &weight_l.transpose(0, 1)?),
     }
 }
 

@@ -7,11 +7,13 @@ use candle_core::Result;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 
+use super::columns::{NewColumns, by_columns};
 use super::matrix::{LeftOperand, Matrix};
-use super::panels::side_by_side;
 use crate::element::Element;
 use crate::parallel;
+use crate::rows::new_by_blocks;
 
 /// The instruction.
 #[derive(Debug, Clone, Copy)]
@@ -56,51 +58,54 @@ impl Pairs {
         if k != inner {
             candle_core::bail!("product: [{m}, {k}] does not fit [{inner}, {n}]");
         }
-        let threads = parallel::threads();
+        let is_shared = m * n * k >= parallel::PRODUCT;
+        let threads = if is_shared { parallel::threads() } else { 1 };
         let share = n.div_ceil(threads).next_multiple_of(COLUMNS);
-        let panel = (PANEL / k).max(m).clamp(COLUMNS, MOST).min(share);
+        let panel = (PANEL / k).clamp(COLUMNS, MOST).min(share);
         let panel = most.unwrap_or(panel / COLUMNS * COLUMNS);
-        // SAFETY: a `Pairs` exists only where `new` found the instructions.
-        let rows = unsafe { pack::<ROWS>(a, 0, m) };
-        let multiply = |start: usize, out: &mut [O], width: usize| {
-            let count = panel.min(n - start);
-            // SAFETY: as above.
+        let rows = self.pack::<ROWS>(a, 0, m);
+        let widths: Vec<usize> = (0..n).step_by(panel).map(|start| panel.min(n - start)).collect();
+        by_columns(m, &widths, is_shared, |number, out| {
+            let columns = parallel::alone(|| self.pack::<COLUMNS>(lines, number * panel, widths[number]));
+            // SAFETY: a `Pairs` exists only where `new` found the instructions. Tiles are all rows of these columns.
             unsafe {
-                multiply_panel([m, count, k], &rows, &pack::<COLUMNS>(lines, start, count), out, width);
-            };
-        };
-        let starts = (0..n).step_by(panel);
-        if threads == 1 || starts.len() == 1 {
-            let mut out = vec![O::zero(); m * n];
-            starts.for_each(|start| multiply(start, &mut out[start..], n));
-            return Ok(out);
-        }
-        let of_panel = |start: usize| {
-            let count = panel.min(n - start);
-            let mut out = vec![O::zero(); m * count];
-            multiply(start, &mut out, count);
-            out
-        };
-        Ok(side_by_side(parallel::map(true, starts, |_, start| of_panel(start)), m))
+                multiply_panel([m, widths[number], k], &rows, &columns, out);
+                out.set_written();
+            }
+            Ok(())
+        })
+    }
+
+    /// Packs `count` rows from `start` on in groups of `R`: for each pair of columns the words of the `R` rows.
+    fn pack<const R: usize>(self, from: Matrix<'_, bf16>, start: usize, count: usize) -> Vec<u32> {
+        let words = R * from.dims[1].div_ceil(2);
+        let (out, _) = new_by_blocks(
+            count.div_ceil(R) * words,
+            words,
+            words,
+            #[inline(always)]
+            |first, out| {
+                for (i, out) in out.chunks_exact_mut(words).enumerate() {
+                    let before = (first + i) * R;
+                    // SAFETY: a `Pairs` exists only where `new` found the instructions.
+                    unsafe { pack_group::<R>(from, start + before, R.min(count - before), out) };
+                }
+            },
+        );
+        out
     }
 }
 
-/// Packs `count` rows from `start` on in groups of `R`: for each pair of columns the words of the `R` rows.
+/// Packs a group of `lines` rows from `start` on, of which there are at most `R`, into zeros.
 #[target_feature(enable = "avx512f,avx512bw")]
-fn pack<const R: usize>(from: Matrix<'_, bf16>, start: usize, count: usize) -> Vec<u32> {
+fn pack_group<const R: usize>(from: Matrix<'_, bf16>, start: usize, lines: usize, out: &mut [u32]) {
     let ([_, len], [of_row, of_column]) = (from.dims, from.strides);
-    let words = R * len.div_ceil(2);
-    let mut out = vec![0; count.div_ceil(R) * words];
-    for (group, out) in out.chunks_exact_mut(words).enumerate() {
-        let lines = R.min(count - group * R);
-        let bits = &from.elements.reinterpret_cast()[(start + group * R) * of_row..];
-        match [of_row, of_column] {
-            [_, 1] => pack_rows::<R>(bits, [lines, len], of_row, out),
-            [1, _] => pack_columns::<R>(bits, [lines, len], of_column, out),
-            _ => pack_any::<R>(bits, [lines, len], from.strides, out),
-        }
+    let bits = &from.elements.reinterpret_cast()[start * of_row..];
+    match [of_row, of_column] {
+        [_, 1] => pack_rows::<R>(bits, [lines, len], of_row, out),
+        [1, _] => pack_columns::<R>(bits, [lines, len], of_column, out),
+        _ => pack_any::<R>(bits, [lines, len], from.strides, out),
     }
-    out
 }
 
 /// Packs rows that are contiguous, sixteen words of sixteen rows at a time.
@@ -201,14 +206,13 @@ fn turn(rows: [__m512i; LANES]) -> [__m512i; LANES] {
     turned
 }
 
-/// Multiplies packed rows with packed columns; the rows of `out` begin `width` elements after each other.
+/// Multiplies packed rows with packed columns.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn multiply_panel<O: Element<Real = f32>>(
     [m, n, k]: [usize; 3],
     rows: &[u32],
     columns: &[u32],
-    out: &mut [O],
-    width: usize,
+    out: &mut NewColumns<'_, O>,
 ) {
     let pairs = k.div_ceil(2);
     let (of_rows, of_columns) = (ROWS * pairs, COLUMNS * pairs);
@@ -216,15 +220,14 @@ fn multiply_panel<O: Element<Real = f32>>(
     for (block, rows) in rows.chunks(at_once * of_rows).enumerate() {
         for (j, columns) in columns.chunks_exact(of_columns).enumerate() {
             for (i, rows) in rows.chunks_exact(of_rows).enumerate() {
-                let first = (block * at_once + i) * ROWS;
-                let out = &mut out[first * width + j * COLUMNS..];
-                let size = [ROWS.min(m - first), COLUMNS.min(n - j * COLUMNS)];
+                let at = [(block * at_once + i) * ROWS, j * COLUMNS];
+                let size = [ROWS.min(m - at[0]), COLUMNS.min(n - at[1])];
                 match size[0] {
-                    1 => multiply_tile::<1, O>(rows, columns, size, out, width),
-                    2 => multiply_tile::<2, O>(rows, columns, size, out, width),
-                    3 | 4 => multiply_tile::<4, O>(rows, columns, size, out, width),
-                    5..=8 => multiply_tile::<8, O>(rows, columns, size, out, width),
-                    _ => multiply_tile::<ROWS, O>(rows, columns, size, out, width),
+                    1 => multiply_tile::<1, O>(rows, columns, (at, size), out),
+                    2 => multiply_tile::<2, O>(rows, columns, (at, size), out),
+                    3 | 4 => multiply_tile::<4, O>(rows, columns, (at, size), out),
+                    5..=8 => multiply_tile::<8, O>(rows, columns, (at, size), out),
+                    _ => multiply_tile::<ROWS, O>(rows, columns, (at, size), out),
                 }
             }
         }
@@ -308,15 +311,14 @@ fn panel_tile<const R: usize>(
     }
 }
 
-/// Computes a tile of the result. It multiplies `R` rows, and keeps `size` of them.
+/// Computes a tile of the result, which begins at a row and a column. It multiplies `R` rows, and keeps `size` of them.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn multiply_tile<const R: usize, O: Element<Real = f32>>(
     rows: &[u32],
     columns: &[u32],
-    size: [usize; 2],
-    out: &mut [O],
-    width: usize,
+    ([row, column], size): ([usize; 2], [usize; 2]),
+    out: &mut NewColumns<'_, O>,
 ) {
     let mut sums = [[_mm512_setzero_ps(); 2]; R];
     let ((rows, _), (columns, _)) = (rows.as_chunks::<ROWS>(), columns.as_chunks::<COLUMNS>());
@@ -339,10 +341,10 @@ fn multiply_tile<const R: usize, O: Element<Real = f32>>(
     for (i, sums) in sums.iter().enumerate().take(size[0]) {
         // SAFETY: two vectors of 16 floats are 32 floats.
         let sums: [f32; COLUMNS] = unsafe { std::mem::transmute(*sums) };
-        let out = &mut out[i * width..][..size[1]];
-        match <&mut [O; COLUMNS]>::try_from(&mut *out) {
-            Ok(out) => (0..COLUMNS).for_each(|j| out[j] = O::store(sums[j])),
-            Err(_) => out.iter_mut().zip(sums).for_each(|(out, sum)| *out = O::store(sum)),
+        let out = out.row(row + i, column..column + size[1]);
+        match <&mut [MaybeUninit<O>; COLUMNS]>::try_from(&mut *out) {
+            Ok(out) => (0..COLUMNS).for_each(|j| _ = out[j].write(O::store(sums[j]))),
+            Err(_) => out.iter_mut().zip(sums).for_each(|(out, sum)| _ = out.write(O::store(sum))),
         }
     }
 }

@@ -2,6 +2,7 @@
 use candle_core::Result;
 use gemm::Parallelism;
 
+use super::columns::by_columns;
 use super::matrix::{Matrix, multiply};
 use crate::element::Element;
 use crate::parallel;
@@ -30,36 +31,43 @@ pub(super) fn product<E: Element<Real = f32>, O: Element<Real = f32>>(
     let starts: Vec<usize> = (0..lines).step_by(panel).collect();
     let threads = parallel::threads();
     let inside = if threads > starts.len() { Parallelism::Rayon(threads) } else { Parallelism::None };
-    let of_panel = |start: usize| -> Result<Vec<O>> {
+    let of_panel = |start: usize| -> Result<Vec<f32>> {
         let part = widen(cut, start, panel.min(lines - start));
         let part = part.matrix()?;
-        let made = match n >= m {
-            true => multiply(whole, part.turned(), inside)?,
-            false => multiply(part, whole.turned(), inside)?,
-        };
-        Ok(vectorised(
-            #[inline(always)]
-            || made.iter().map(|&x| O::store(x)).collect(),
-        ))
-    };
-    let parts = parallel::map(threads <= starts.len(), starts.into_iter(), |_, start| of_panel(start));
-    let parts: Vec<Vec<O>> = parts.into_iter().collect::<Result<_>>()?;
-    Ok(if n < m { parts.concat() } else { side_by_side(parts, m) })
-}
-
-/// Joins matrices of `rows` rows side by side.
-pub(super) fn side_by_side<O: Copy>(mut parts: Vec<Vec<O>>, rows: usize) -> Vec<O> {
-    if parts.len() == 1 {
-        return parts.remove(0);
-    }
-    let mut out = Vec::with_capacity(parts.iter().map(Vec::len).sum());
-    for row in 0..rows {
-        for part in &parts {
-            let width = part.len() / rows;
-            out.extend_from_slice(&part[row * width..][..width]);
+        match n >= m {
+            true => multiply(whole, part.turned(), inside),
+            false => multiply(part, whole.turned(), inside),
         }
+    };
+    let is_cut = threads <= starts.len();
+    if n < m {
+        let of_rows = |_, start: usize| {
+            let made = of_panel(start)?;
+            Ok(vectorised(
+                #[inline(always)]
+                || made.iter().map(|&x| O::store(x)).collect(),
+            ))
+        };
+        let parts = parallel::map(is_cut, starts.into_iter(), of_rows);
+        let parts: Vec<Vec<O>> = parts.into_iter().collect::<Result<_>>()?;
+        return Ok(parts.concat());
     }
-    out
+    let widths: Vec<usize> = starts.iter().map(|start| panel.min(n - start)).collect();
+    by_columns(m, &widths, is_cut, |number, out| {
+        let (made, width) = (of_panel(starts[number])?, widths[number]);
+        vectorised(
+            #[inline(always)]
+            || {
+                for (row, made) in made.chunks_exact(width).enumerate() {
+                    let numbers = out.row(row, 0..width).iter_mut().zip(made);
+                    numbers.for_each(|(out, &x)| _ = out.write(O::store(x)));
+                }
+            },
+        );
+        // SAFETY: the product has `m` rows of all of these columns.
+        unsafe { out.set_written() };
+        Ok(())
+    })
 }
 
 /// Some rows of a matrix in f32.

@@ -1,4 +1,4 @@
-use super::{Matrix, panels, product, rounded_product};
+use super::{Matrix, panels, product, product_with_weight, rounded_product};
 use crate::element::Element;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Layout, Shape};
@@ -140,6 +140,33 @@ fn panels_of_the_usual_size_join_to_the_whole() {
         for got in [got.as_slice::<f32>().unwrap(), &panels] {
             let pairs = got.iter().zip(want.as_slice::<f32>().unwrap());
             assert!(pairs.fold(0f32, |most, (a, b)| most.max((a - b).abs())) < 1e-2, "[{m}, {n}]");
+        }
+    }
+}
+
+#[test]
+fn products_with_a_weight_have_the_bits_of_each_row_alone() {
+    for (m, k, n) in [(1, 3, 2), (33, 256, 48), (40, 300, 100), (65, 1030, 131), (512, 40, 7), (513, 40, 7)] {
+        let ((x, x_l), (weight, weight_l)) = (matrix(m, k, 5, false), matrix(n, k, 3, false));
+        let turned = weight_l.transpose(0, 1).unwrap();
+        for (x, weight) in [(wide(&x), wide(&weight)), (x, weight)] {
+            let f64s = |s: &CpuStorage| {
+                let wide = s.to_dtype(&Layout::contiguous(m * n), DType::F64).unwrap();
+                wide.as_slice::<f64>().unwrap().to_vec()
+            };
+            let made = product_with_weight(&x, &x_l, &weight, &weight_l).unwrap();
+            assert_eq!(made.dtype(), x.dtype());
+            let (got, want) = (f64s(&made), f64s(&product(&x, &x_l, &weight, &turned).unwrap()));
+            let most = if x.dtype() == DType::F64 { 1e-14 } else { 1e-6 } * k as f64;
+            for (got, want) in got.iter().zip(&want) {
+                assert!((got - want).abs() <= most * 25.0, "[{m}, {k}, {n}]: {got} for {want}");
+            }
+            if m <= 512 {
+                let last = Layout::new(Shape::from((1, k)), vec![k, 1], 5 + (m - 1) * k);
+                let alone = product_with_weight(&x, &last, &weight, &weight_l).unwrap();
+                let alone = alone.to_dtype(&Layout::contiguous(n), DType::F64).unwrap();
+                assert_eq!(alone.as_slice::<f64>().unwrap(), &got[(m - 1) * n..], "[{m}, {k}, {n}]");
+            }
         }
     }
 }

@@ -153,7 +153,7 @@ impl Tiles {
         let (processor, k) = (Processor::best(), self.columns);
         let is_shared = m * self.rows * k >= PARALLEL;
         let widths = parts(self.rows, ROWS, if is_shared { parallel::threads() } else { 1 });
-        by_columns(m, &widths, is_shared, |number, out| {
+        by_columns::<f32>(m, &widths, is_shared, |number, out| {
             let first: usize = widths[..number].iter().sum();
             let rows = widths[number];
             let stride = stride(rows);
@@ -175,7 +175,7 @@ impl Tiles {
         let (processor, n) = (Processor::best(), self.rows);
         let is_shared = m * n * self.columns >= PARALLEL;
         let widths = parts(self.columns, COLUMNS, if is_shared { parallel::threads() } else { 1 });
-        by_columns(m, &widths, is_shared, |number, out| {
+        by_columns::<f32>(m, &widths, is_shared, |number, out| {
             let first: usize = widths[..number].iter().sum();
             let columns = widths[number];
             let stride = stride(PANEL.min(n));

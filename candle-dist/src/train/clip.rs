@@ -1,7 +1,7 @@
 //! Gradient clipping by the norm over all parameters.
 use super::host::read_all;
 use super::sharded::rows_of;
-use crate::{Error, ProcessGroup, ReduceOp, Result, empty, rows};
+use crate::{Error, ProcessGroup, ReduceOp, Result, empty, rows, square_sum};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, TensorId, Var};
 use std::collections::HashSet;
@@ -219,11 +219,10 @@ impl ClipGradNorm {
     /// Returns the contribution of one gradient to the norm, before the root, where the gradient is. It is the first of
     /// these numbers, or NaN if one of them is.
     fn term(&self, grad: &Tensor) -> candle_core::Result<Tensor> {
-        let grad = grad.detach().to_dtype(DType::F64)?;
         if self.norm_type == 2.0 {
-            return grad.sqr()?.sum_all()?.reshape(1);
+            return square_sum(grad, None);
         }
-        let sizes = grad.abs()?;
+        let sizes = grad.detach().to_dtype(DType::F64)?.abs()?;
         if !self.is_max() {
             return sizes.powf(self.norm_type)?.sum_all()?.reshape(1);
         }

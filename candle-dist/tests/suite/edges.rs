@@ -5,7 +5,7 @@ use candle_core::{
     bail,
 };
 use candle_dist::backend::Fresh;
-use candle_dist::edges::{self, apply1, apply2, forget_pass, keep, permute, reshape};
+use candle_dist::edges::{self, apply1, apply2, contiguous, forget_pass, keep, permute, reshape};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -164,6 +164,47 @@ fn gradients_of_turned_views_are_those_of_candle() {
     near(&got, &want);
     let [got, want] = [got, want].map(|loss| loss.backward().unwrap().get(&x).unwrap().clone());
     near(&got, &want);
+}
+
+/// A graph of views whose dims are in another order, some of views, of copies and of reshaped ones, used by these nodes and by candle's.
+fn graph_of_views(x: &Tensor, y: &Tensor, is_candle: bool) -> Result<Tensor> {
+    let product = |a: &Tensor, b: &Tensor| if is_candle { a * b } else { Ok(product(a, b)) };
+    let reshape = |x: &Tensor, dims: &[usize]| if is_candle { x.reshape(dims) } else { reshape(x, dims) };
+    let permute = |x: &Tensor, dims: &[usize]| if is_candle { x.permute(dims) } else { permute(x, dims) };
+    let contiguous = |x: &Tensor| if is_candle { x.contiguous() } else { contiguous(x) };
+    let a = product(x, y)?; // [2, 3, 4]
+    let turned = permute(&a, &[2, 0, 1])?; // [4, 2, 3]
+    let twice = permute(&turned, &[1, 2, 0])?; // [2, 3, 4] again
+    let other = permute(&turned, &[2, 1, 0])?; // [3, 2, 4]
+    let flat = reshape(&turned, &[8, 3])?;
+    let of_flat = contiguous(&permute(&flat, &[1, 0])?)?; // [3, 8]
+    let b = product(&twice, &product(&a, x)?)?;
+    let c = product(&contiguous(&other)?, &reshape(&of_flat, &[3, 2, 4])?)?;
+    let d = (contiguous(&turned)?.sqr()?.sum_all()? + turned.narrow(0, 1, 2)?.sum_all()?)?;
+    let e = product(&reshape(&permute(&c, &[1, 0, 2])?, &[24])?, &reshape(&b, &[24])?)?;
+    (e.sum_all()? + d)? + other.exp()?.sum_all()?
+}
+
+#[test]
+fn views_in_another_order_have_the_gradients_of_candle() -> Result<()> {
+    let numbers = |factor: f64| (Tensor::arange(0f64, 24., &Cpu)? * factor)?.sin()?.reshape((2, 3, 4));
+    let (x, y) = (Var::from_tensor(&numbers(0.7)?)?, Var::from_tensor(&numbers(1.3)?)?);
+    let want = graph_of_views(&x, &y, true)?.backward()?;
+    for _ in 0..2 {
+        let grads = graph_of_views(&x, &y, false)?.backward()?;
+        for var in [&x, &y] {
+            near(grads.get(var).unwrap(), want.get(var).unwrap());
+        }
+    }
+    // Nothing is kept in the graph of candle for these: the only sums in it are scalars.
+    let a = product(&x, &y);
+    let loss = product(&contiguous(&permute(&a, &[2, 1, 0])?)?, &permute(&y, &[2, 1, 0])?.contiguous()?);
+    let (nodes, loss) = (loss.sum_all()?, loss);
+    let is_copy = |node: &&Tensor| node.dims() == [4, 3, 2] && node.id() != loss.id();
+    // Of the view of a variable alone.
+    assert_eq!(nodes.sorted_nodes().iter().filter(|node| is_copy(node)).count(), 2);
+    assert!(permute(&a, &[0, 1]).is_err());
+    Ok(())
 }
 
 fn near(got: &Tensor, want: &Tensor) {

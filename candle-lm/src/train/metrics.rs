@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 use anyhow::Result;
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor, Var};
-use candle_dist::ClipGradNorm;
+use candle_core::{Tensor, Var};
+use candle_dist::{ClipGradNorm, square_sum};
 use candle_shard::nn::{AdamW, Parameters};
 
 use super::job::Job;
@@ -116,19 +116,11 @@ impl UpdateNorm {
             let old = values.copy()?;
             optimizer.step(&alone)?;
             // The norm of a part stands for it.
-            changes.insert(var, norm_of(&(values - &old)?)?);
-            before.insert(var, norm_of(&old)?);
+            changes.insert(var, square_sum(values, Some(&old))?.sqrt()?);
+            before.insert(var, square_sum(&old, None)?.sqrt()?);
         }
         let change = self.norm.clip(&self.named, &mut changes)?;
         let size = self.norm.clip(&self.named, &mut before)?;
         Ok(if size > 0.0 { change / size } else { 0.0 })
-    }
-}
-
-/// The 2-norm of a tensor, as a tensor.
-fn norm_of(tensor: &Tensor) -> candle_core::Result<Tensor> {
-    match tensor.elem_count() {
-        0 => Tensor::zeros((), DType::F64, tensor.device()),
-        _ => tensor.to_dtype(DType::F64)?.sqr()?.sum_all()?.sqrt(),
     }
 }

@@ -263,6 +263,14 @@ impl DTensor {
     }
 }
 
+/// Returns a query `[batch, q, heads, dim]` of one with a dim for the heads of each key head.
+fn all_heads(query: &Tensor) -> Result<Tensor> {
+    Ok(match *query.dims() {
+        [batch, rows, groups, group, dim] => kernels::reshape(query, (batch, rows, groups * group, dim))?,
+        _ => query.clone(),
+    })
+}
+
 /// The number of `heads` that share one of `kv_heads`.
 fn groups(heads: usize, kv_heads: usize) -> Option<usize> {
     match kv_heads {

@@ -6,6 +6,7 @@ use crate::{DTensor, Error, Result, kernels};
 use candle_core::shape::{Dim, Dims as DimList};
 use candle_core::{Shape, Tensor};
 use candle_dist::backend::Dims;
+use candle_dist::edges;
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
@@ -138,7 +139,7 @@ impl DTensor {
     pub fn contiguous(&self) -> Result<Self> {
         self.check_memory("contiguous")?;
         // Returns a new tensor on all ranks, even where no copy is needed: cached views must be alike on all ranks.
-        let local = self.to_local().contiguous()?;
+        let local = edges::contiguous(self.to_local())?;
         let from = std::slice::from_ref(self);
         let made = DTensor::computed(local, self.shared_spec().clone(), self.varying(), from);
         Ok(made.made_locally_of(self).aliasing(self))

@@ -1,7 +1,7 @@
 //! Attention with options: checks, groups of heads, and the rows of layouts.
 use super::mask::Mask;
 use super::options::Attention;
-use super::{groups, sequence};
+use super::{all_heads, groups, sequence};
 use crate::kernels::{self, Scale};
 use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, ShardingRule, ShardingRules, Signature};
@@ -96,12 +96,12 @@ impl Attention {
         let run = || {
             rules::run("flash_attn", &[usize::from(self.log_sums)], &inputs, signature, |x, out| {
                 let (query, key, value) = (x[0].to_local(), x[1].to_local(), x[2].to_local());
-                let query = if query.rank() == 5 { query.flatten(2, 3)? } else { query.clone() };
+                let query = all_heads(query)?;
                 let block = out.local_block();
                 let blocks = mask.blocks(&block[1], &(0..x[1].dims()[1]), &block[0]);
                 let mixed =
                     kernels::flash_attn_of_blocks([&query, key, value], scale, blocks, self.log_sums)?;
-                Ok(mixed.reshape(out.local_shape().as_slice())?)
+                Ok(kernels::reshape(&mixed, out.local_shape().as_slice())?)
             })
         };
         if sequence::is_inherent(inputs)? { inherent(run) } else { run() }

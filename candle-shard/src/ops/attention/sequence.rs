@@ -1,7 +1,7 @@
 //! Attention of tensors that are sharded along the sequence.
 use super::mask::Mask;
 use super::options::{Attention, ContextWay};
-use super::{heads, ring};
+use super::{all_heads, heads, ring};
 use crate::kernels::{self, Scale};
 use crate::layout::{Replicate, Shard, Spec};
 use crate::redistribute::{Target, Targets};
@@ -110,7 +110,8 @@ fn run_sharded(
     let mut made = rules::run_with(name(way), &attributes, &inputs, &op_spec, &|x, outs| {
         let call = AttentionCall::new(options, axis, x, (mask, scale))?;
         let out = call.run(way, x)?;
-        Ok(smallvec![out.to_dtype(outs[0].dtype())?.reshape(outs[0].local_shape().as_slice())?])
+        let out = kernels::convert(&out, outs[0].dtype())?;
+        Ok(smallvec![kernels::reshape(&out, outs[0].local_shape().as_slice())?])
     })?;
     Ok(made.remove(0))
 }
@@ -136,7 +137,8 @@ fn run_joined(
         // The gradient of a varying result is a share on each rank, and all keys need the whole.
         let varies = inputs.iter().any(|x| x.varying() & (1 << axis) != 0);
         let out = if varies { Step::ToVarying.apply(&out, &call.group)? } else { out };
-        Ok(smallvec![out.to_dtype(outs[0].dtype())?.reshape(outs[0].local_shape().as_slice())?])
+        let out = kernels::convert(&out, outs[0].dtype())?;
+        Ok(smallvec![kernels::reshape(&out, outs[0].local_shape().as_slice())?])
     })?;
     Ok(made.remove(0))
 }
@@ -253,7 +255,7 @@ impl AttentionCall {
     /// Runs the local computation. The result has the dtype of the computation.
     fn run(self, way: ContextWay, x: &[DTensor]) -> Result<Tensor> {
         let query = x[0].to_local();
-        let query = if query.rank() == 5 { query.flatten(2, 3)? } else { query.clone() };
+        let query = all_heads(query)?;
         let (key, value) = (x[1].to_local(), x[2].to_local());
         if !query.device().is_cpu() && way == ContextWay::Ring {
             return Error::op("flash_attn", "the way Ring for tensors on a device; use Gather or Heads");
@@ -279,7 +281,7 @@ impl AttentionCall {
     }
 
     fn joined(&self, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
-        let q = if q.rank() == 5 { q.flatten(2, 3)? } else { q.clone() };
+        let q = all_heads(q)?;
         match q.dtype() {
             DType::F64 => self.joined_in::<f64>([&q, k, v]),
             _ => self.joined_in::<f32>([&q, k, v]),
