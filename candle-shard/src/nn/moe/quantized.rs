@@ -4,6 +4,7 @@ use super::config::{MoEAxes, MoEConfig};
 use crate::kernels::{self, QuantizedMatrix};
 use crate::layout::Sizes;
 use crate::nn::place::AxisCut;
+use crate::nn::quantized::WeightFormat;
 use crate::nn::{MeshVarBuilder, Width};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -79,12 +80,14 @@ impl QuantizedExperts {
                 return Ok(None);
             }
             let part = |which: usize, block: [Range<usize>; 2]| {
-                let matrix = QuantizedMatrix::new(weights.read_quantized_at(
-                    &names[which],
-                    expert,
-                    block,
-                    vb.device(),
-                )?)?;
+                let name = &names[which];
+                let format = match weights.stored_codes(name, Some(expert))? {
+                    Some(codes) => WeightFormat::Codes(codes),
+                    None => WeightFormat::Blocks(
+                        weights.quantized_dtype(name)?.ok_or_else(|| not_in_blocks(name))?,
+                    ),
+                };
+                let matrix = format.read(weights, (name, Some(expert)), &block, vb.device())?;
                 vb.count_quantized(matrix.bytes());
                 Ok::<_, Error>(matrix)
             };
@@ -153,6 +156,10 @@ impl QuantizedExperts {
         let made = matrices.iter().map(|matrix| kernels::dequantized_linear(x, matrix));
         Ok(Tensor::cat(&made.collect::<candle_core::Result<Vec<_>>>()?, 1)?)
     }
+}
+
+fn not_in_blocks(name: &str) -> Error {
+    Error::Plan(format!("{name} is not in blocks"))
 }
 
 /// Returns the range of a rank, of ranges of these sizes.
