@@ -214,7 +214,7 @@ fn experts_of_mxfp4_stay_codes_beside_adapters() {
         Some((tensors, made))
     });
     let flags = "r=4 --seed 0 --batch 4 --seq-len 9 --steps 4";
-    agree(&place, flags, &["--tp 2", "--tp 3", "--tp 1 --ep 2", "--pp 2"]);
+    agree(&place, flags, &["--tp 2", "--tp 3", "--tp 1 --ep 2", "--pp 2", "--dp 2 --fsdp"]);
 }
 
 #[test]
