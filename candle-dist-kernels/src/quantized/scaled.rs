@@ -278,8 +278,10 @@ fn composed(
 ) -> Result<Tensor> {
     let device = codes.device();
     let [rows, columns] = part;
+    // As bytes, the index 255 would be no row for candle.
+    let rows_at = |bytes: &Tensor| bytes.flatten_all()?.to_dtype(DType::U32);
     let of_bytes = |table: &[f32], bytes: &Tensor| {
-        Tensor::new(table, device)?.index_select(&bytes.flatten_all()?, 0)?.reshape(bytes.dims())
+        Tensor::new(table, device)?.index_select(&rows_at(bytes)?, 0)?.reshape(bytes.dims())
     };
     let values = match format.per_byte() {
         1 => of_bytes(&format.table, codes)?,
@@ -287,7 +289,7 @@ fn composed(
             let pairs: Vec<f32> =
                 (0..256).flat_map(|byte| [format.table[byte & 15], format.table[byte >> 4]]).collect();
             let pairs = Tensor::from_vec(pairs, (256, per), device)?;
-            let all = pairs.index_select(&codes.flatten_all()?, 0)?.reshape((rows.len(), ()))?;
+            let all = pairs.index_select(&rows_at(codes)?, 0)?.reshape((rows.len(), ()))?;
             let held = format.code_bytes(columns);
             all.narrow(1, columns.start - held.start * per, columns.len())?
         }
@@ -399,7 +401,7 @@ mod tests {
                 let want = want.narrow(1, part[1].start, part[1].len()).unwrap().contiguous().unwrap();
                 let made = matrix.dequantize().unwrap().to_vec2::<f32>().unwrap();
                 let want_rows = want.to_vec2::<f32>().unwrap();
-                assert_eq!(made, want_rows, "{nth} {part:?}");
+                assert!(made == want_rows, "{nth} {part:?}");
                 let last = part[0].len() - 1;
                 assert_eq!(
                     matrix.rows(&[last as u32, 0]).unwrap(),
@@ -409,7 +411,7 @@ mod tests {
                 // What other devices compute.
                 let held = on_device(&format, &part, &own, &Device::Cpu).unwrap();
                 let made = composed(&format, &part, &held).unwrap().to_vec2::<f32>().unwrap();
-                assert_eq!(made, want_rows, "{nth} {part:?}");
+                assert!(made == want_rows, "{nth} {part:?}");
                 let x = Var::rand(-1f32, 1.0, (2, 9, part[1].len()), &Device::Cpu).unwrap();
                 let of_floats = |y: &Tensor| {
                     let grads = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
