@@ -311,9 +311,8 @@ fn composed(
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
-    use super::super::matrix::QuantizedMatrix;
     use super::*;
-    use crate::{dequantized_linear, linear, quantized_linear};
+    use crate::{QuantizedMatrix, dequantized_linear, linear, quantized_linear};
     use candle_core::Var;
 
     /// The formats of FP8 in blocks, by rows and by tensors, and of four bits with scales of a byte.

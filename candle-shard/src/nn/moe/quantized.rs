@@ -1,7 +1,7 @@
 //! Experts whose weights stay quantized, as files store them.
 use super::OP;
 use super::config::{MoEAxes, MoEConfig};
-use super::shared_bytes::SharedBytes;
+use super::shared_bytes::{ExpertMatrix, SharedBytes};
 use crate::kernels::{self, QuantizedMatrix};
 use crate::layout::Sizes;
 use crate::nn::place::AxisCut;
@@ -195,15 +195,6 @@ impl QuantizedExperts {
         let made = matrices.iter().map(|matrix| kernels::dequantized_linear(x, matrix));
         Ok(Tensor::cat(&made.collect::<candle_core::Result<Vec<_>>>()?, 1)?)
     }
-}
-
-/// Rows and columns of a matrix of an expert in files.
-#[derive(Debug, Clone)]
-pub(super) struct ExpertMatrix {
-    pub(super) name: String,
-    pub(super) expert: usize,
-    pub(super) format: WeightFormat,
-    pub(super) part: [Range<usize>; 2],
 }
 
 /// Returns experts of matrices that lie one behind another: gate, if there is one, up and down of each.

@@ -1,6 +1,6 @@
 //! The bytes of the experts of a fully sharded unit, of which each of its ranks holds a part.
-use super::quantized::ExpertMatrix;
 use crate::kernels::QuantizedMatrix;
+use crate::nn::quantized::WeightFormat;
 use crate::{Result, Weights};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{Collective, Cut, ProcessGroup};
@@ -70,6 +70,15 @@ impl SharedBytes {
         };
         self.matrices.iter().map(matrix).collect()
     }
+}
+
+/// Rows and columns of a matrix of an expert in files.
+#[derive(Debug, Clone)]
+pub(super) struct ExpertMatrix {
+    pub(super) name: String,
+    pub(super) expert: usize,
+    pub(super) format: WeightFormat,
+    pub(super) part: [Range<usize>; 2],
 }
 
 impl ExpertMatrix {

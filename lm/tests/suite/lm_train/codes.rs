@@ -166,10 +166,10 @@ fn adapters_learn_on_fp8_what_they_learn_on_its_floats() {
         "--tp 2 --shares 3:1",
         "--tp 2 --dp 2",
         "--dp 2 --fsdp",
-        "--dp 3 --fsdp --batch 6",
+        "--dp 3 --fsdp",
         "--tp 2 --dp 2 --fsdp --recompute",
     ];
-    agree(&place, "r=4,dropout=0.1", &meshes);
+    agree(&place, "r=4,dropout=0.1 --batch 6", &meshes);
     agree(&place, "r=4,dora", &["--tp 3", "--pp 2 --tp 2"]);
 }
 
@@ -191,8 +191,8 @@ fn adapters_learn_on_mxfp4_what_they_learn_on_its_floats() {
         Some((tensors, stand_for))
     });
     // Two parts of 48 columns, and one of 31 behind an odd one of 65, begin inside of blocks.
-    let meshes = ["--tp 2", "--tp 3 --shares 5:4:3", "--dp 3 --fsdp --batch 6", "--tp 2 --dp 2 --fsdp"];
-    agree(&place, "r=4", &meshes);
+    let meshes = ["--tp 2", "--tp 3 --shares 5:4:3", "--dp 3 --fsdp", "--tp 2 --dp 2 --fsdp"];
+    agree(&place, "r=4 --batch 6", &meshes);
 }
 
 #[test]

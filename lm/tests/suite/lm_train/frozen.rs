@@ -92,7 +92,7 @@ fn frozen_parts_stay_frozen_after_a_stop_until_they_are_to_learn() {
     );
     goes_on(&config(4, 2), "--freeze layers.0 --batch 4", "--dp 2 --fsdp", &["--tp 2"]);
     let place = Place::new(&config(4, 2));
-    place.losses("--tp 1 --freeze layers.0+embed_tokens --steps 3 --save @first");
+    place.losses("--tp 1 --freeze layers.0+embed_tokens --batch 6 --steps 3 --save @first");
     // What learns anew has a state of its first step, and the others go on.
     let thawed = |mesh: &str| {
         let saved = format!("second{}", mesh.replace(' ', ""));

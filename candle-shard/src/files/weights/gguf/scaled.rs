@@ -1,10 +1,14 @@
 //! Blocks of floats of four bits as codes with scales.
-use super::super::schemes::{HALF_POWERS, TWICE_E2M1};
-use super::codes::{Code, half_e4m3};
+use super::codes::{Code, E2M1, half_e4m3, half_power_of_2};
 use crate::kernels::{ScaleFormat, ScaledFormat};
 use std::ops::Range;
 use std::sync::{Arc, LazyLock};
 
+/// Twice what four bits of MXFP4 and NVFP4 stand for.
+pub(in crate::files::weights) static TWICE_E2M1: LazyLock<Arc<[f32]>> = LazyLock::new(|| E2M1.into());
+/// Half of the power of 2 of a byte.
+pub(in crate::files::weights) static HALF_POWERS: LazyLock<Arc<[f32]>> =
+    LazyLock::new(|| (0..=u8::MAX).map(half_power_of_2).collect());
 /// Half of a scale of NVFP4.
 static HALF_SCALES: LazyLock<Arc<[f32]>> = LazyLock::new(|| (0..=u8::MAX).map(half_e4m3).collect());
 

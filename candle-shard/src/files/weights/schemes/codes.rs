@@ -1,5 +1,6 @@
 //! Matrices of codes with a grid of scales, which may be read as they are stored: FP8 and other numbers of 8 bits, MXFP4 and NVFP4.
-use super::super::gguf::codes::{Code, E2M1, half_power_of_2};
+use super::super::gguf::codes::{Code, E2M1};
+use super::super::gguf::scaled::{HALF_POWERS, TWICE_E2M1};
 use super::super::gguf::types::Storage;
 use super::super::{StoredTensor, Weights};
 use super::decode::{MX_BLOCK, NV_BLOCK, of_matrix};
@@ -19,13 +20,8 @@ static HALF_E4M3: LazyLock<Arc<[f32]>> = LazyLock::new(|| e4m3(0.5));
 /// What a byte with a sign stands for.
 static SIGNED: LazyLock<Arc<[f32]>> =
     LazyLock::new(|| (0..=u8::MAX).map(|code| f32::from(code.cast_signed())).collect());
-/// Twice what four bits of MXFP4 and NVFP4 stand for, and that itself.
-pub(in crate::files::weights) static TWICE_E2M1: LazyLock<Arc<[f32]>> = LazyLock::new(|| E2M1.into());
-static HALF_OF_TWICE_E2M1: LazyLock<Arc<[f32]>> =
-    LazyLock::new(|| E2M1.iter().map(|value| value / 2.0).collect());
-/// Half of the power of 2 of a byte.
-pub(in crate::files::weights) static HALF_POWERS: LazyLock<Arc<[f32]>> =
-    LazyLock::new(|| (0..=u8::MAX).map(half_power_of_2).collect());
+/// What four bits of MXFP4 and NVFP4 stand for.
+static E2M1_ITSELF: LazyLock<Arc<[f32]>> = LazyLock::new(|| E2M1.iter().map(|value| value / 2.0).collect());
 
 fn e4m3(factor: f32) -> Arc<[f32]> {
     (0..=u8::MAX).map(|code| F8E4M3::from_bits(code).to_f32() * factor).collect()
@@ -177,7 +173,7 @@ impl Scheme {
             }
             Self::Nvfp4 { codes, scales, factor } => {
                 let of_scales = ScaleFormat::Table(E4M3.clone());
-                (codes, scales, None, of(&HALF_OF_TWICE_E2M1, of_scales, [1, NV_BLOCK], *factor), 1)
+                (codes, scales, None, of(&E2M1_ITSELF, of_scales, [1, NV_BLOCK], *factor), 1)
             }
             Self::View { of, index, columns, turned } => {
                 return of.viewed_codes((*index, columns, *turned), source);

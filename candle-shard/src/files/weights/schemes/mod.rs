@@ -10,7 +10,6 @@ mod mlx;
 mod views;
 
 pub(crate) use codes::StoredCodes;
-pub(super) use codes::{HALF_POWERS, TWICE_E2M1};
 pub(super) use decode::of_matrix;
 
 use super::{StoredTensor, Weights};
