@@ -99,7 +99,7 @@ pub use linear_attention::{gated_delta_rule, state_space_scan};
 pub use logcumsumexp::logcumsumexp;
 pub use masked_softmax::masked_softmax;
 pub use pool::{Pool, avg_pool2d, max_pool2d, upsample_bilinear2d, upsample_nearest2d};
-pub use quantized::{QuantizedMatrix, dequantized_linear, quantized_linear};
+pub use quantized::{QuantizedMatrix, ScaleFormat, ScaledFormat, dequantized_linear, quantized_linear};
 pub use reshape::{permute, reshape};
 pub use rms_norm::rms_norm;
 pub use rope::{RopePairs, rope, rope_both};

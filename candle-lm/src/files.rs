@@ -276,9 +276,12 @@ impl Files {
         !self.path.is_dir()
     }
 
-    /// Whether some of its weights stay in blocks of few bits.
+    /// Whether some of its weights stay in blocks of few bits beside an adapter that learns.
     pub fn has_blocks(&self) -> bool {
-        let is_of_blocks = |name: &str| matches!(self.weights.quantized_dtype(name), Ok(Some(_)));
+        let is_of_blocks = |name: &str| {
+            matches!(self.weights.quantized_dtype(name), Ok(Some(_)))
+                || matches!(self.weights.has_codes(name), Ok(true))
+        };
         self.config.tensors().iter().any(|(name, _)| is_of_blocks(name))
     }
 

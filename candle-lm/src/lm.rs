@@ -70,8 +70,8 @@ impl LmOptions {
         Self { cache_dtype: Some(dtype), ..self }
     }
 
-    /// Holds the quantized weights of GGUF files as floats. The default is to hold them as they are stored. Those of folders are always
-    /// held as floats.
+    /// Holds the quantized weights of GGUF files as floats. The default is to hold them as they are stored. Those of folders are
+    /// held as floats, unless an adapter learns beside codes with scales.
     #[must_use]
     pub fn dequantize(self, dequantize: bool) -> Self {
         Self { dequantize, ..self }

@@ -2,11 +2,11 @@
 #[doc(inline)]
 pub use candle_dist_kernels::{
     AdamW, BagMode, Bags, Conv, DeferredGradient, LargestNumber, Pool, QuantizedMatrix, RopePairs,
-    WeightSink, add, add_rms_norm, avg_pool2d, causal_softmax, clamped_gate, cross_entropy,
-    dequantized_linear, embedding, embedding_bag, flash_attn, gated_delta_rule, gelu_erf, grouped_linear,
-    layer_norm, linear, logcumsumexp, masked_softmax, max_pool2d, permute, quantized_linear, reshape,
-    rms_norm, rope, rope_both, short_conv, silu_gate, softmax, state_space_scan, upsample_bilinear2d,
-    upsample_nearest2d, weight_sink, with_weight_sink,
+    ScaleFormat, ScaledFormat, WeightSink, add, add_rms_norm, avg_pool2d, causal_softmax, clamped_gate,
+    cross_entropy, dequantized_linear, embedding, embedding_bag, flash_attn, gated_delta_rule, gelu_erf,
+    grouped_linear, layer_norm, linear, logcumsumexp, masked_softmax, max_pool2d, permute, quantized_linear,
+    reshape, rms_norm, rope, rope_both, short_conv, silu_gate, softmax, state_space_scan,
+    upsample_bilinear2d, upsample_nearest2d, weight_sink, with_weight_sink,
 };
 
 pub(crate) use candle_dist_kernels::parts::{

@@ -1,4 +1,4 @@
-//! The floats that tiles stand for, and products with them.
+//! The floats that tiles stand for, and products with the floats of a weight.
 //!
 //! Products make the floats of a panel of the weight at a time, in a core's cache, and forget them.
 
@@ -104,11 +104,6 @@ fn parts(count: usize, unit: usize, threads: usize) -> Vec<usize> {
     (0..parts).map(|part| end(part + 1) - end(part)).collect()
 }
 
-/// The floats from one column of a panel of so many rows to the next: no power of two, whose multiples have few places in a cache.
-fn stride(rows: usize) -> usize {
-    rows.next_multiple_of(ROWS) | ROWS
-}
-
 impl Tiles {
     /// Writes the floats of some tiles of some rows of tiles. Each column of `out` has one of each row, and begins `stride` behind the one
     /// before.
@@ -147,48 +142,90 @@ impl Tiles {
         });
         out
     }
+}
 
-    /// Returns the product `[m, rows]` of `x` `[m, columns]` and the transpose of the floats.
-    pub(super) fn float_product(&self, x: &[f32], m: usize) -> Result<Vec<f32>> {
-        let (processor, k) = (Processor::best(), self.columns);
-        let is_shared = m * self.rows * k >= PARALLEL;
-        let widths = parts(self.rows, ROWS, if is_shared { parallel::threads() } else { 1 });
-        by_columns::<f32>(m, &widths, is_shared, |number, out| {
-            let first: usize = widths[..number].iter().sum();
-            let rows = widths[number];
-            let stride = stride(rows);
-            let mut floats = vec![0.0; PANEL.min(k) * stride];
-            let of_tiles = first / ROWS..(first + rows).div_ceil(ROWS);
-            for start in (0..k).step_by(PANEL) {
-                let inner = PANEL.min(k - start);
-                let wanted = start / COLUMNS..(start + inner) / COLUMNS;
-                self.floats(processor, [of_tiles.clone(), wanted], &mut floats, stride);
-                let x = Matrix::new(&x[start..], [m, inner], [k, 1])?;
-                out.add_product(x, Matrix::new(&floats, [inner, rows], [stride, 1])?)?;
-            }
-            Ok(())
-        })
+impl FloatPanels for Tiles {
+    fn units(&self) -> [usize; 2] {
+        [ROWS, COLUMNS]
     }
 
-    /// Returns the product `[m, columns]` of `y` `[m, rows]`, whose rows begin `of_row` apart, and the floats.
-    pub(super) fn float_gradient(&self, y: &[f32], of_row: usize, m: usize) -> Result<Vec<f32>> {
-        let (processor, n) = (Processor::best(), self.rows);
-        let is_shared = m * n * self.columns >= PARALLEL;
-        let widths = parts(self.columns, COLUMNS, if is_shared { parallel::threads() } else { 1 });
-        by_columns::<f32>(m, &widths, is_shared, |number, out| {
-            let first: usize = widths[..number].iter().sum();
-            let columns = widths[number];
-            let stride = stride(PANEL.min(n));
-            let mut floats = vec![0.0; columns * stride];
-            let wanted = first / COLUMNS..(first + columns) / COLUMNS;
-            for start in (0..n).step_by(PANEL) {
-                let inner = PANEL.min(n - start);
-                let of_tiles = start / ROWS..(start + inner).div_ceil(ROWS);
-                self.floats(processor, [of_tiles, wanted.clone()], &mut floats, stride);
-                let y = Matrix::new(&y[start..], [m, inner], [of_row, 1])?;
-                out.add_product(y, Matrix::new(&floats, [inner, columns], [1, stride])?)?;
-            }
-            Ok(())
-        })
+    fn dims(&self) -> [usize; 2] {
+        [self.rows, self.columns]
     }
+
+    fn strides(&self, [rows, _]: [usize; 2]) -> [usize; 2] {
+        // No power of two, whose multiples have few places in a cache.
+        [1, rows.next_multiple_of(ROWS) | ROWS]
+    }
+
+    fn write(&self, [rows, columns]: [Range<usize>; 2], out: &mut [f32], strides: [usize; 2]) {
+        let tiles =
+            [rows.start / ROWS..rows.end.div_ceil(ROWS), columns.start / COLUMNS..columns.end / COLUMNS];
+        self.floats(Processor::best(), tiles, out, strides[1]);
+    }
+}
+
+/// A weight whose floats are made a panel at a time.
+pub(super) trait FloatPanels: Sync {
+    /// The rows and the columns that stay together.
+    fn units(&self) -> [usize; 2];
+
+    /// The rows and the columns.
+    fn dims(&self) -> [usize; 2];
+
+    /// Returns how far apart the floats of two rows, and of two columns, of a panel of this size are; one of both is 1.
+    fn strides(&self, panel: [usize; 2]) -> [usize; 2];
+
+    /// Writes the floats of rows and columns that begin and end between units.
+    fn write(&self, panel: [Range<usize>; 2], out: &mut [f32], strides: [usize; 2]);
+}
+
+/// Returns memory for a panel, and the strides in it.
+fn panel_memory(weight: &dyn FloatPanels, [rows, columns]: [usize; 2]) -> (Vec<f32>, [usize; 2]) {
+    let strides = weight.strides([rows, columns]);
+    let count = if strides[0] == 1 { columns * strides[1] } else { rows * strides[0] };
+    (vec![0.0; count], strides)
+}
+
+/// Returns the product `[m, rows]` of `x` `[m, columns]` and the transpose of the floats of a weight.
+pub(super) fn float_product(weight: &dyn FloatPanels, x: &[f32], m: usize) -> Result<Vec<f32>> {
+    let [n, k] = weight.dims();
+    let is_shared = m * n * k >= PARALLEL;
+    let widths = parts(n, weight.units()[0], if is_shared { parallel::threads() } else { 1 });
+    by_columns::<f32>(m, &widths, is_shared, |number, out| {
+        let first: usize = widths[..number].iter().sum();
+        let rows = widths[number];
+        let (mut floats, [of_row, of_column]) = panel_memory(weight, [rows, PANEL.min(k)]);
+        for start in (0..k).step_by(PANEL) {
+            let inner = PANEL.min(k - start);
+            weight.write([first..first + rows, start..start + inner], &mut floats, [of_row, of_column]);
+            let x = Matrix::new(&x[start..], [m, inner], [k, 1])?;
+            out.add_product(x, Matrix::new(&floats, [inner, rows], [of_column, of_row])?)?;
+        }
+        Ok(())
+    })
+}
+
+/// Returns the product `[m, columns]` of `y` `[m, rows]`, whose rows begin `apart` from another, and the floats of a weight.
+pub(super) fn float_gradient(
+    weight: &dyn FloatPanels,
+    y: &[f32],
+    apart: usize,
+    m: usize,
+) -> Result<Vec<f32>> {
+    let [n, k] = weight.dims();
+    let is_shared = m * n * k >= PARALLEL;
+    let widths = parts(k, weight.units()[1], if is_shared { parallel::threads() } else { 1 });
+    by_columns::<f32>(m, &widths, is_shared, |number, out| {
+        let first: usize = widths[..number].iter().sum();
+        let columns = widths[number];
+        let (mut floats, strides) = panel_memory(weight, [PANEL.min(n), columns]);
+        for start in (0..n).step_by(PANEL) {
+            let inner = PANEL.min(n - start);
+            weight.write([start..start + inner, first..first + columns], &mut floats, strides);
+            let y = Matrix::new(&y[start..], [m, inner], [apart, 1])?;
+            out.add_product(y, Matrix::new(&floats, [inner, columns], strides)?)?;
+        }
+        Ok(())
+    })
 }

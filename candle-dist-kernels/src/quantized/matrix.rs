@@ -1,9 +1,12 @@
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Result, Tensor, bail};
 
+use super::floats::FloatPanels;
 use super::format;
+use super::scaled::{ScaledCodes, ScaledFormat};
 use super::tiles::Tiles;
 
 /// A quantized weight `[rows, columns]`, ready for [`quantized_linear`](crate::quantized_linear). Clones share memory.
@@ -19,6 +22,8 @@ pub(super) enum MatrixStorage {
     Tiles(Tiles),
     /// On other devices, as candle holds it.
     Blocks(Arc<QTensor>),
+    /// Codes with scales, on any device.
+    Scaled(ScaledCodes),
 }
 
 impl QuantizedMatrix {
@@ -42,6 +47,20 @@ impl QuantizedMatrix {
         })))
     }
 
+    /// Holds rows and columns of a weight of codes with scales, as their [bytes](ScaledFormat) are. It is multiplied by
+    /// [`dequantized_linear`](crate::dequantized_linear) alone.
+    ///
+    /// # Errors
+    /// If there are other bytes than those of the part, or the part is empty.
+    pub fn scaled(
+        format: Arc<ScaledFormat>,
+        part: [Range<usize>; 2],
+        bytes: Vec<u8>,
+        device: &Device,
+    ) -> Result<Self> {
+        Ok(Self(Arc::new(MatrixStorage::Scaled(ScaledCodes::new(format, part, bytes, device)?))))
+    }
+
     /// Returns whether weights may have this type: `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q8_0`, and `Q2K` to `Q6K`.
     pub fn takes(dtype: GgmlDType) -> bool {
         format::layout(dtype).is_some()
@@ -52,14 +71,16 @@ impl QuantizedMatrix {
         match &*self.0 {
             MatrixStorage::Tiles(tiles) => [tiles.rows, tiles.columns],
             MatrixStorage::Blocks(weight) => [weight.shape().dims()[0], weight.shape().dims()[1]],
+            MatrixStorage::Scaled(codes) => codes.dims(),
         }
     }
 
-    /// The type of the blocks.
-    pub fn dtype(&self) -> GgmlDType {
+    /// The type of the blocks; `None` for codes with [scales](Self::scaled).
+    pub fn dtype(&self) -> Option<GgmlDType> {
         match &*self.0 {
-            MatrixStorage::Tiles(tiles) => tiles.dtype,
-            MatrixStorage::Blocks(weight) => weight.dtype(),
+            MatrixStorage::Tiles(tiles) => Some(tiles.dtype),
+            MatrixStorage::Blocks(weight) => Some(weight.dtype()),
+            MatrixStorage::Scaled(_) => None,
         }
     }
 
@@ -69,6 +90,7 @@ impl QuantizedMatrix {
         match &*self.0 {
             MatrixStorage::Tiles(tiles) => tiles.bytes(),
             MatrixStorage::Blocks(weight) => weight.storage_size_in_bytes(),
+            MatrixStorage::Scaled(codes) => codes.bytes(),
         }
     }
 
@@ -79,6 +101,7 @@ impl QuantizedMatrix {
                 Tensor::from_vec(tiles.dequantize(), (tiles.rows, tiles.columns), &Device::Cpu)
             }
             MatrixStorage::Blocks(weight) => weight.dequantize(&weight.device()),
+            MatrixStorage::Scaled(codes) => codes.dequantize(),
         }
     }
 
@@ -103,6 +126,7 @@ impl QuantizedMatrix {
                 let rows = Tensor::new(rows, &weight.device())?;
                 weight.embedding(&rows)?.flatten_all()?.to_vec1()
             }
+            MatrixStorage::Scaled(codes) => codes.rows(rows),
         }
     }
 }

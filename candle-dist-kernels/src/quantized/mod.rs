@@ -21,9 +21,11 @@ mod lanes;
 mod matrix;
 mod portable;
 mod product;
+mod scaled;
 #[cfg(test)]
 mod tests;
 mod tiles;
 
 pub use matrix::QuantizedMatrix;
 pub use product::{dequantized_linear, quantized_linear};
+pub use scaled::{ScaleFormat, ScaledFormat};

@@ -4,6 +4,7 @@ use candle_core::{
     Tensor, bail,
 };
 
+use super::floats::{FloatPanels, float_gradient, float_product};
 use super::inputs;
 use super::matrix::{MatrixStorage, QuantizedMatrix};
 use super::tiles::Processor;
@@ -40,10 +41,13 @@ use candle_dist_base::{Fresh, Ready};
 pub fn quantized_linear(x: &Tensor, weights: &[&QuantizedMatrix]) -> Result<Tensor> {
     let Some(first) = weights.first() else { bail!("quantized_linear: no weights; give at least one") };
     check("quantized_linear", x, weights)?;
+    if weights.iter().any(|weight| matches!(*weight.0, MatrixStorage::Scaled(_))) {
+        bail!("quantized_linear: a weight of codes with scales is multiplied by dequantized_linear");
+    }
     let op = |weights: &[&QuantizedMatrix]| Products(weights.iter().map(|&weight| weight.clone()).collect());
     let x = x.contiguous()?;
     match &*first.0 {
-        MatrixStorage::Tiles(_) => x.apply_op1(op(weights)),
+        MatrixStorage::Tiles(_) | MatrixStorage::Scaled(_) => x.apply_op1(op(weights)),
         MatrixStorage::Blocks(_) => {
             let parts =
                 weights.iter().map(|&weight| x.apply_op1(op(&[weight]))).collect::<Result<Vec<_>>>()?;
@@ -66,9 +70,9 @@ pub fn dequantized_linear(x: &Tensor, weight: &QuantizedMatrix) -> Result<Tensor
     let rows = to_dtype(&x.detach().contiguous()?.reshape(((), k))?, DType::F32)?;
     let shape: Vec<usize> = x.dims()[..x.rank() - 1].iter().copied().chain([n]).collect();
     let shape = Shape::from(shape);
-    let made = match &*weight.0 {
-        MatrixStorage::Tiles(tiles) => {
-            let made = with_elements(&rows, |x| tiles.float_product(x, rows.dims()[0]))?;
+    let made = match weight.0.panels() {
+        Some(panels) => {
+            let made = with_elements(&rows, |x| float_product(panels, x, rows.dims()[0]))?;
             let made = CpuStorage::F32(made);
             let made = match x.dtype() {
                 DType::F32 => made,
@@ -76,7 +80,7 @@ pub fn dequantized_linear(x: &Tensor, weight: &QuantizedMatrix) -> Result<Tensor
             };
             Fresh::host(made, shape)
         }
-        MatrixStorage::Blocks(_) => {
+        None => {
             let made = rows.matmul(&weight.dequantize()?.t()?)?.to_dtype(x.dtype())?.reshape(shape)?;
             if !x.track_op() {
                 return Ok(made);
@@ -89,6 +93,17 @@ pub fn dequantized_linear(x: &Tensor, weight: &QuantizedMatrix) -> Result<Tensor
     }
     let made = Ready::new(made);
     edges::apply1(x, DequantizedProduct { products: Products([weight.clone()].into()), made })
+}
+
+impl MatrixStorage {
+    /// Returns what makes panels of floats, if that is on the host.
+    fn panels(&self) -> Option<&dyn FloatPanels> {
+        match self {
+            Self::Tiles(tiles) => Some(tiles),
+            Self::Scaled(codes) if codes.is_on_host() => Some(codes),
+            Self::Scaled(_) | Self::Blocks(_) => None,
+        }
+    }
 }
 
 /// Runs `f` on the elements of a contiguous tensor on the CPU.
@@ -196,17 +211,15 @@ impl CustomOp1 for Products {
         let mut first = 0;
         for weight in &self.0 {
             let [n, k] = weight.dims();
-            let part = match &*weight.0 {
-                MatrixStorage::Tiles(tiles) => {
+            let part = match weight.0.panels() {
+                Some(panels) => {
                     let m = rows.dims()[0];
                     let product =
-                        |rows: &[f32]| tiles.float_gradient(rows.get(first..).unwrap_or_default(), all, m);
+                        |rows: &[f32]| float_gradient(panels, rows.get(first..).unwrap_or_default(), all, m);
                     let made = with_elements(&to_dtype(&rows, DType::F32)?, product)?;
                     to_dtype(&Tensor::from_vec(made, (m, k), &Device::Cpu)?, x.dtype())?
                 }
-                MatrixStorage::Blocks(_) => {
-                    rows.narrow(1, first, n)?.matmul(&weight.dequantize()?.to_dtype(x.dtype())?)?
-                }
+                None => rows.narrow(1, first, n)?.matmul(&weight.dequantize()?.to_dtype(x.dtype())?)?,
             };
             sum = Some(match sum {
                 Some(sum) => (sum + part)?,

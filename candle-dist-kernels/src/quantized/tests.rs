@@ -53,7 +53,7 @@ fn tiles_stand_for_the_floats_of_the_blocks() {
             let want = weight.dequantize(&CPU).unwrap().to_vec2::<f32>().unwrap();
             let matrix = QuantizedMatrix::new(weight).unwrap();
             assert_eq!(matrix.dequantize().unwrap().to_vec2::<f32>().unwrap(), want, "{dtype:?}");
-            assert_eq!((matrix.dims(), matrix.dtype()), ([rows, columns], dtype));
+            assert_eq!((matrix.dims(), matrix.dtype()), ([rows, columns], Some(dtype)));
             let last = matrix.rows(&[rows as u32 - 1, 0]).unwrap();
             assert_eq!(last, [&want[rows - 1][..], &want[0]].concat(), "{dtype:?}");
             assert!(matrix.rows(&[rows as u32]).unwrap_err().to_string().contains("outside"));

@@ -15,6 +15,7 @@ use serde_json::{Map, Value};
 use super::corpus::Stamp;
 use super::data::TrainingData;
 use super::folder::{Damage, Retention};
+use super::frozen::FrozenModules;
 use super::loop_state::LoopState;
 use super::recipe::Recipe;
 use super::resume::TrainState;
@@ -69,6 +70,8 @@ pub struct Job {
     pub update_norm: bool,
     /// Ends the training after the step in which any rank has set it, such as by a signal.
     pub stop: Arc<AtomicBool>,
+    /// What did not learn before the checkpoint, which has no state of the optimizer for it.
+    pub thawed: FrozenModules,
     /// The steps that were made before.
     pub start: usize,
     /// What the loop knew after these.
@@ -215,6 +218,7 @@ pub fn check(folder: &Path, files: &Files, is_adapter: bool, recipe: &Recipe, st
         !files.config.has_images,
         "{shown} has parts for images, which the saved model would lack: save its language model by itself with transformers, and train that"
     );
+    recipe.freeze.check(&files.config)?;
     check_steps(recipe, start)?;
     check_length(recipe, files)?;
     Ok(())

@@ -29,18 +29,20 @@ use crate::config::tensors::LAYER_EMBEDDINGS;
 /// assert_eq!(flops_per_token(&config, 128), (6 * computes + attention) as f64);
 /// ```
 pub fn flops_per_token(config: &Config, seq_len: usize) -> f64 {
-    6.0 * computing(config) + attention(config, seq_len)
+    6.0 * computing(config, |_| true) + attention(config, seq_len)
 }
 
 /// The floating-point operations that a token takes in a step of a job: those of [`flops_per_token`], less those of the gradients of weights that
-/// are frozen beside an adapter, with those of its factors. Preferences take another forward pass.
+/// are frozen, with those of the factors of an adapter. Preferences take another forward pass.
 ///
 /// # Errors
 /// If the model has no module that the adapter names.
 pub fn flops_per_token_of(job: &Job) -> Result<f64> {
     let (config, seq_len) = (&job.files.config, job.recipe.seq_len);
     let whole = flops_per_token(config, seq_len);
-    let Some(lora) = &job.lora else { return Ok(whole) };
+    let Some(lora) = &job.lora else {
+        return Ok(whole - 2.0 * computing(config, |name| job.recipe.freeze.contains(name)));
+    };
     let learned = |(name, shape): &(String, Vec<usize>)| {
         let operations = match () {
             () if shape.len() < 2 || name.contains(".lora_embedding_A.") => 0.0,
@@ -52,17 +54,17 @@ pub fn flops_per_token_of(job: &Job) -> Result<f64> {
     };
     let learned: f64 = adapter::tensors(TRAINED, lora, &job.files)?.iter().map(learned).sum();
     let reference = if job.recipe.dpo.is_some() { whole / 3.0 } else { 0.0 };
-    Ok(whole - 2.0 * computing(config) + learned + reference)
+    Ok(whole - 2.0 * computing(config, |_| true) + learned + reference)
 }
 
-/// The parameters of a model that compute for a token.
-fn computing(config: &Config) -> f64 {
+/// The parameters of a model that compute for a token, of those that `counts`.
+fn computing(config: &Config, counts: impl Fn(&str) -> bool) -> f64 {
     let computes = |name: &str| match name.strip_suffix(".weight") {
         Some("model.embed_tokens") => config.tie_word_embeddings,
         module => module != Some(LAYER_EMBEDDINGS[0]),
     };
     let tensors = config.tensors();
-    let active = tensors.iter().filter(|(name, _)| computes(name));
+    let active = tensors.iter().filter(|(name, _)| computes(name) && counts(name));
     active.map(|(name, shape)| config.active(name, shape)).sum::<usize>() as f64
 }
 

@@ -4,6 +4,7 @@ pub mod base;
 pub mod corpus;
 pub mod data;
 pub mod folder;
+pub mod frozen;
 pub mod job;
 mod local;
 pub mod loop_state;

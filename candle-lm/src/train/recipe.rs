@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::frozen::FrozenModules;
 use super::rate::Rate;
 use crate::dtype::DTypeName;
 use crate::error::{InputResult, require};
@@ -30,6 +31,9 @@ pub struct Recipe {
     /// How often the learning rate that of the factors `B` of an adapter is, if it is another one (LoRA+, Hayou et al. 2024).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lora_plus: Option<f64>,
+    /// The modules of the model that do not learn.
+    #[serde(default, skip_serializing_if = "FrozenModules::is_empty")]
+    pub freeze: FrozenModules,
     /// How replicas meet that train apart; without it they take each step together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub local: Option<LocalRecipe>,
@@ -103,6 +107,7 @@ impl Default for Recipe {
             seed: 0,
             dpo: None,
             lora_plus: None,
+            freeze: FrozenModules::default(),
             local: None,
         }
     }
@@ -178,6 +183,14 @@ impl Recipe {
                  and --dpo."
             ),
             _ => {}
+        }
+        if self.freeze != saved.freeze && saved.local.is_some() {
+            let was = if saved.freeze.is_empty() { "none".into() } else { saved.freeze.to_string() };
+            require!(
+                false,
+                "--freeze {} is not the {was} that --resume goes on from, and replicas that train apart have learned the same: leave it out.",
+                self.freeze
+            );
         }
         // Replicas that were together may go apart.
         match (self.local, saved.local) {

@@ -126,10 +126,11 @@ impl Checkpoint {
         };
         files.tokenizer()?;
         let resumed = Self { folder, files, lora, state, notes, skipped: Vec::new() };
-        let tensors = match &resumed.lora {
+        let mut tensors = match &resumed.lora {
             Some(config) => adapter::tensors(adapter::TRAINED, config, &resumed.files)?,
             None => resumed.files.config.learned(),
         };
+        tensors.retain(|(name, _)| !resumed.state.recipe.freeze.contains(name));
         check_optimizer(&resumed.optimizer(), &tensors, resumed.state.recipe.dtype)?;
         local::check_files(&resumed.folder, &tensors, &resumed.state.recipe)?;
         Ok(resumed)

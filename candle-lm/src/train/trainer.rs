@@ -250,6 +250,10 @@ impl<'a> Trainer<'a> {
             let options = FullyShardOptions::default().reduce_dtype(DType::F32).foreign_writes(false);
             vb = vb.fully_shard("dp", options)?;
         }
+        if !recipe.freeze.is_empty() {
+            let frozen = recipe.freeze.clone();
+            vb = vb.frozen_where(move |name| frozen.contains(name));
+        }
         if !job.files.adapters.is_empty() {
             vb = vb.with_adapters(job.files.adapters.clone())?;
         }
@@ -291,7 +295,8 @@ impl<'a> Trainer<'a> {
         let own = local::load_own(job, &mesh, &parameters)?;
         if let Some(state) = own.as_ref().or(job.optimizer.as_ref()) {
             // The options are those of the recipe, which flags may have changed since.
-            let lacking = optimizer.load_partial(state)?;
+            let mut lacking = optimizer.load_partial(state)?;
+            lacking.retain(|name| !job.thawed.contains(name));
             ensure!(lacking.is_empty(), "{}: there is no state of {}", state.display(), lacking.join(", "));
         }
         let replica = LocalReplica::open(job, [&mesh, &model], &parameters, &optimizer)?;

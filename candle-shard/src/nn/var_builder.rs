@@ -27,6 +27,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// The place of a tensor in files, and the rows and columns of it.
 pub(super) type BlockKey = (TensorPlace, Range<usize>, Range<usize>);
 
+/// What tells some full names of parameters from others.
+type NamePredicate = dyn Fn(&str) -> bool + Send + Sync;
+
 struct BuilderState {
     source: Arc<ParameterSource>,
     seed: u64,
@@ -76,6 +79,8 @@ pub struct MeshVarBuilder {
     pub(super) path: Vec<String>,
     /// Whether layers get parameters without gradients.
     pub(super) frozen: bool,
+    /// Whether those of a full name do.
+    frozen_names: Option<Arc<NamePredicate>>,
     /// The adapters of the model.
     pub(super) adapters: Option<Arc<AdapterSet>>,
     /// The adapter whose parameters this builds.
@@ -208,6 +213,7 @@ impl MeshVarBuilder {
             shared: Arc::new(shared),
             path: Vec::new(),
             frozen: false,
+            frozen_names: None,
             adapters: None,
             adapter: None,
             shared_factors: Arc::default(),
@@ -244,6 +250,12 @@ impl MeshVarBuilder {
     /// ```
     pub fn frozen(&self) -> Self {
         Self { frozen: true, ..self.clone() }
+    }
+
+    /// Returns a builder whose parameters get no gradients if `is_frozen` says so of their full names, like those of a
+    /// [frozen](Self::frozen) one.
+    pub fn frozen_where(&self, is_frozen: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
+        Self { frozen_names: Some(Arc::new(is_frozen)), ..self.clone() }
     }
 
     /// Returns a builder for which no parameter is [quantized](Self::quantized_block): all are held as floats.
@@ -511,7 +523,8 @@ impl MeshVarBuilder {
         if let Some(sharder) = sharder.filter(|_| fully.is_none()) {
             vary |= axes_of(sharder.axes());
         }
-        let frozen = self.frozen || self.is_base(&name);
+        let is_named = self.frozen_names.as_ref().is_some_and(|is_frozen| is_frozen(&name));
+        let frozen = self.frozen || is_named || self.is_base(&name);
         let known = self.known(&name, &spec, vary, frozen)?;
         let is_known = known.is_some();
         let (mut tensor, var) = match known {
@@ -564,6 +577,8 @@ impl MeshVarBuilder {
     /// `None` if its elements are stored one by one, do not come from files, or are [read as
     /// floats](Self::dequantized), and for blocks that are [no weights](crate::kernels::QuantizedMatrix::takes).
     ///
+    /// Beside adapters that learn it is 1 for codes with scales of folders, such as FP8 and MXFP4, which may be cut anywhere.
+    ///
     /// Layers like [`QuantizedLinear`](crate::nn::QuantizedLinear) keep such a parameter as it is stored; all other
     /// layers hold the floats that it stands for.
     pub fn quantized_block(&self, name: &str) -> Option<usize> {
@@ -571,7 +586,11 @@ impl MeshVarBuilder {
         // A module that is trained itself has floats.
         let is_trained = self.adapters.is_some() && !self.is_base(&name);
         let is_read = !self.dequantized && !is_trained;
-        let dtype = self.stored().filter(|_| is_read)?.quantized_dtype(&name).ok()??;
+        let weights = self.stored().filter(|_| is_read)?;
+        if self.learns_adapters() && weights.has_codes(&name).ok()? {
+            return Some(1);
+        }
+        let dtype = weights.quantized_dtype(&name).ok()??;
         QuantizedMatrix::takes(dtype).then(|| dtype.block_size())
     }
 

@@ -4,7 +4,6 @@ mod checkpoint;
 #[allow(dead_code, unused_imports)] // each binary uses some of it
 mod common;
 mod hostile;
-mod schemes;
 mod weights;
 
 test_utils::settle_threads!();

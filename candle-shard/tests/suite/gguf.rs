@@ -106,7 +106,7 @@ fn ranks_read_their_floats_from_blocks_that_others_read_too() {
 }
 
 /// Writes a GGUF file with these metadata, each a u16, and tensors: their shapes, the numbers of their types, and their bytes.
-fn save_raw(path: &Path, metadata: &[(&str, u16)], tensors: &[(&str, [usize; 2], u32, &[u8])]) {
+pub(crate) fn save_raw(path: &Path, metadata: &[(&str, u16)], tensors: &[(&str, [usize; 2], u32, &[u8])]) {
     let text = |text: &str| [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat();
     let mut file = [&b"GGUF"[..], &3u32.to_le_bytes()].concat();
     file.extend([tensors.len() as u64, metadata.len() as u64].map(u64::to_le_bytes).concat());
@@ -152,7 +152,7 @@ const CODES: [Code; 15] = [
 ];
 
 /// Returns blocks of noise with finite scales.
-fn noise(size: usize, scale: Option<usize>) -> Vec<u8> {
+pub(crate) fn noise(size: usize, scale: Option<usize>) -> Vec<u8> {
     let mut state = 7u64;
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

@@ -16,6 +16,7 @@ mod optimizer;
 mod parallelize;
 mod plans;
 mod quantized;
+mod schemes;
 mod styles;
 mod text_attention;
 

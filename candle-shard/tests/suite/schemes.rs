@@ -18,7 +18,7 @@ fn compressed(format: &str, weights: Value) -> Value {
 }
 
 /// Returns the cases: their names, and the value of `quantization_config`.
-fn cases() -> Vec<(&'static str, Value)> {
+pub(crate) fn cases() -> Vec<(&'static str, Value)> {
     let gptq = |bits: usize, order: bool| json!({"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": order});
     let of_8 = |kind: &str| json!({"num_bits": 8, "type": kind, "strategy": "channel"});
     let of_4 = |symmetric: bool| json!({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": symmetric});
@@ -82,7 +82,7 @@ fn cases() -> Vec<(&'static str, Value)> {
 }
 
 /// Writes the tensors of a case as those of the module `layer`, and of another one; returns what they stand for.
-fn write(case: &str, path: &Path) -> Tensor {
+pub(crate) fn write(case: &str, path: &Path) -> Tensor {
     let facts = SafeTensors::deserialize(FACTS).unwrap();
     let own = |name: &str| name.strip_prefix(case).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
     let tensors: Vec<_> =

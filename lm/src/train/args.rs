@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use candle_lm::dtype::DTypeName;
 use candle_lm::train::data::{DataOptions, TooLong};
+use candle_lm::train::frozen::FrozenModules;
 use candle_lm::train::rate::{Decay, Rate};
 use candle_lm::train::recipe::{LocalRecipe, Recipe};
 use candle_pipe::Pipeline;
@@ -52,7 +53,8 @@ pub struct TrainArgs {
     #[arg(long, value_name = "OPTIONS", requires_all = ["train", "model"], conflicts_with_all = ["resume", "fresh"])]
     pub lora: Option<LoraFlag>,
 
-    /// As --lora, of a model whose weights stay in blocks of few bits, as those of a GGUF file do (QLoRA); another model is refused
+    /// As --lora, of a model whose weights stay in blocks of few bits, as those of a GGUF file and of folders in FP8 or MXFP4 do
+    /// (QLoRA); another model is refused
     #[arg(long, value_name = "OPTIONS", requires_all = ["train", "model"], conflicts_with_all = ["resume", "fresh", "lora"])]
     pub qlora: Option<LoraFlag>,
 
@@ -64,6 +66,11 @@ pub struct TrainArgs {
     /// Learn the factors B of the adapter of --lora at RATIO times the learning rate (LoRA+), and magnitudes too
     #[arg(long, value_name = "RATIO", allow_negative_numbers = true, requires = "train")]
     pub lora_plus: Option<f64>,
+
+    /// Modules of the model that do not learn, by parts of their paths, with * and ? for any characters: embed_tokens+layers.0+layers.*.mlp.
+    /// With --resume they replace those of before, and none stands for no module: what learns anew begins with a fresh optimizer
+    #[arg(long, value_name = "NAME+NAME", value_delimiter = '+', requires = "train", conflicts_with_all = ["lora", "qlora"])]
+    pub freeze: Vec<String>,
 
     /// Optimizer steps, including those before --resume [default: 100]; after the end of a decay the learning rate
     /// stays constant, unless --decay is given
@@ -277,6 +284,11 @@ impl TrainArgs {
             seed: seed.unwrap_or(base.seed),
             dpo: self.dpo.or(base.dpo),
             lora_plus: self.lora_plus.or(base.lora_plus),
+            freeze: match &self.freeze[..] {
+                [] => base.freeze,
+                [none] if none == "none" => FrozenModules::default(),
+                names => FrozenModules::new(names.iter().cloned()),
+            },
             local: self.local(base.local)?,
         };
         recipe.check().map_err(refusal)?;

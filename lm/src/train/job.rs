@@ -83,8 +83,8 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
     let mut files = files;
     if flags.qlora.is_some() && !files.has_blocks() {
         return Err(UsageError(format!(
-            "--qlora is for a model whose weights are in blocks, and those of {} are floats: give a GGUF file, which lm export writes, or \
-             --lora.",
+            "--qlora is for a model whose weights are in blocks, and those of {} are floats: give a GGUF file, which lm export writes, a \
+             folder in FP8 or MXFP4, or --lora.",
             folder.display()
         ))
         .into());
@@ -116,6 +116,12 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
     if recipe.lora_plus.is_some() && lora.is_none() {
         return Err(UsageError(
             "--lora-plus is for the factors of an adapter: give --lora too, or leave it out.".into(),
+        )
+        .into());
+    }
+    if !recipe.freeze.is_empty() && lora.is_some() {
+        return Err(UsageError(
+            "--freeze is for the training of a model, all of which is frozen beside an adapter: leave it out.".into(),
         )
         .into());
     }
@@ -186,6 +192,7 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
         patience: flags.patience,
         update_norm: flags.log.is_some() || flags.tensorboard.is_some(),
         stop: Arc::default(),
+        thawed: saved.map(|saved| saved.freeze.clone()).unwrap_or_default(),
         start,
         progress,
         optimizer,

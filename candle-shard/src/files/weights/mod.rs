@@ -14,6 +14,7 @@ mod write;
 
 pub(crate) use dtypes::{name_of, named as dtype_named};
 pub(crate) use file::WeightFile;
+pub(crate) use schemes::StoredCodes;
 pub(crate) use write::{WeightWriter, is_reserved};
 
 use crate::files::regular;
@@ -78,9 +79,9 @@ struct StoredTensor {
     schemes: Vec<SchemePiece>,
 }
 
-/// The files and the offsets of the pieces of a tensor.
+/// The files and the offsets of the pieces of a tensor, and of the codes that it is computed from with its first row and column there.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(crate) struct TensorPlace(Vec<(usize, u64)>);
+pub(crate) struct TensorPlace(Vec<(usize, u64)>, Vec<[usize; 2]>);
 
 /// A block of a tensor that lies in one file, row-major.
 #[derive(Clone)]
@@ -305,7 +306,9 @@ impl Weights {
     /// If there is no tensor of this name.
     pub(crate) fn place(&self, name: &str) -> Result<TensorPlace> {
         let stored = self.stored(name)?;
-        Ok(TensorPlace(stored.pieces.iter().map(|piece| (piece.file, piece.at)).collect()))
+        let codes = stored.schemes.iter().flat_map(|piece| &piece.scheme.codes().pieces);
+        let pieces = stored.pieces.iter().chain(codes).map(|piece| (piece.file, piece.at));
+        Ok(TensorPlace(pieces.collect(), stored.schemes.iter().map(|piece| piece.start).collect()))
     }
 
     fn stored(&self, name: &str) -> Result<&StoredTensor> {

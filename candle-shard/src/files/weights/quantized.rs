@@ -1,7 +1,9 @@
 //! Blocks of quantized tensors: read as they are stored, or as the floats that they stand for.
+use super::gguf::codes::Code;
 use super::gguf::types::{self, Storage};
-use super::{StoredTensor, Weights, read, runs};
+use super::{StoredTensor, Weights, read, runs, schemes};
 use crate::Result;
+use crate::kernels::ScaledFormat;
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{Device, Tensor};
 use std::borrow::Cow;
@@ -24,7 +26,7 @@ impl Weights {
     /// If there is no tensor of this name, it is not quantized or no matrix, the rows or columns are empty or outside
     /// of it, the columns do not begin and end between blocks, or the file cannot be read.
     pub fn read_quantized(&self, name: &str, block: [Range<usize>; 2], device: &Device) -> Result<QTensor> {
-        self.read_matrix(name, None, block, device)
+        self.read_quantized_matrix(name, None, block, device)
     }
 
     /// Like [`read_quantized`](Self::read_quantized), of the matrix `index` of a tensor `[matrices, rows, columns]`.
@@ -38,10 +40,11 @@ impl Weights {
         block: [Range<usize>; 2],
         device: &Device,
     ) -> Result<QTensor> {
-        self.read_matrix(name, Some(index), block, device)
+        self.read_quantized_matrix(name, Some(index), block, device)
     }
 
-    fn read_matrix(
+    /// Reads rows and columns of a matrix, or of the matrix `index` of several.
+    pub(crate) fn read_quantized_matrix(
         &self,
         name: &str,
         index: Option<usize>,
@@ -78,6 +81,22 @@ impl Weights {
         let held = self.read_blocks(stored, Storage::Blocks(dtype), &region)?;
         let storage = QStorage::from_data(Cow::Borrowed(held.bytes()), device, dtype)?;
         Ok(QTensor::new(storage, (rows.len(), columns.len()))?)
+    }
+
+    /// Reads the bytes of rows and columns of a matrix, or of the matrix `index` of several, in blocks of floats of four bits, as `format` has
+    /// them.
+    pub(super) fn read_scaled_blocks(
+        &self,
+        stored: &StoredTensor,
+        (code, format): (Code, &ScaledFormat),
+        index: Option<usize>,
+        [rows, columns]: &[Range<usize>; 2],
+    ) -> Result<Vec<u8>> {
+        let (size, _) = code.block();
+        let around = columns.start / size * size..columns.end.next_multiple_of(size);
+        let region = schemes::of_matrix(index, [rows.clone(), around.clone()]);
+        let read = self.read_blocks(stored, Storage::Codes(code), &region)?;
+        Ok(code.scaled_bytes(format, read.bytes(), columns, &around))
     }
 
     /// Reads a block of a quantized tensor as f32. It may begin and end anywhere.

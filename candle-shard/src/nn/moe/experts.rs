@@ -141,18 +141,20 @@ impl ExpertWeights {
                 (_, Some(gate)) => kernels::silu_gate(&gate, &up)?,
             })
         };
-        let made = match &self.quantized {
+        // Ranks without rows take part where the blocks are gathered.
+        let held = self.quantized.as_ref().map(QuantizedExperts::held).transpose()?;
+        let made = match self.quantized.as_ref().zip(held) {
             // Then all that takes part elsewhere takes part here, in the same order.
-            Some(experts) if experts.is_idle(x)? => {
+            Some((experts, _)) if experts.is_idle(x)? => {
                 let mut idle: Vec<Tensor> =
                     [Some(x.clone()), of_rows(0)?, of_rows(1)?].into_iter().flatten().collect();
                 idle.extend(self.running(laid)?);
                 empty::zeros_of(&idle.iter().collect::<Vec<_>>(), x.shape(), x.dtype())?
             }
-            Some(experts) => {
-                let (gate, up) = experts.hidden(x, counts)?;
+            Some((experts, held)) => {
+                let (gate, up) = experts.hidden(&held, x, counts)?;
                 let inner = gated(gate, up)?;
-                self.adapted(experts.down(&inner, counts)?, &inner, 2, (laid, counts))?
+                self.adapted(experts.down(&held, &inner, counts)?, &inner, 2, (laid, counts))?
             }
             None => {
                 let product = |x: &Tensor, of: usize| {

@@ -12,6 +12,7 @@ mod losses;
 mod quantized;
 mod router;
 mod shared;
+mod shared_bytes;
 
 pub use config::{ExpertGate, ExpertGroups, MoEConfig, Scores};
 pub use layer::{MoE, MoEOutput};

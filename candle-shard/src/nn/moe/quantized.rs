@@ -1,9 +1,11 @@
 //! Experts whose weights stay quantized, as files store them.
 use super::OP;
 use super::config::{MoEAxes, MoEConfig};
+use super::shared_bytes::{ExpertMatrix, SharedBytes};
 use crate::kernels::{self, QuantizedMatrix};
 use crate::layout::Sizes;
 use crate::nn::place::AxisCut;
+use crate::nn::quantized::WeightFormat;
 use crate::nn::{MeshVarBuilder, Width};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -16,8 +18,9 @@ pub(super) const NAMES: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 /// The blocks of this rank's experts.
 #[derive(Debug, Clone)]
 pub(super) struct QuantizedExperts {
-    /// The matrices of each expert; `None` if no column of the hidden dim is here.
-    own: Arc<[Option<QuantizedExpert>]>,
+    source: ExpertSource,
+    count: usize,
+    has_gate: bool,
     hidden: usize,
     /// How the tensor axis cuts the hidden dim, which is between blocks.
     cut: Option<(usize, Sizes)>,
@@ -25,9 +28,20 @@ pub(super) struct QuantizedExperts {
     is_exact: bool,
 }
 
+#[derive(Debug, Clone)]
+enum ExpertSource {
+    /// The matrices of each expert on this rank; there are none if no column of the hidden dim is here.
+    Held(HeldExperts),
+    /// Some bytes on each rank of a fully sharding axis. They are gathered for each use.
+    Sharded(Arc<SharedBytes>),
+}
+
+/// The matrices of experts while they compute.
+pub(super) type HeldExperts = Arc<[QuantizedExpert]>;
+
 /// The matrices of an expert, or the part of them that is here.
 #[derive(Debug, Clone)]
-struct QuantizedExpert {
+pub(super) struct QuantizedExpert {
     gate: Option<QuantizedMatrix>,
     up: QuantizedMatrix,
     down: QuantizedMatrix,
@@ -74,28 +88,49 @@ impl QuantizedExperts {
         let of_rank = |(axis, sizes): &(usize, Sizes)| range(sizes, mesh.coordinate()[*axis]);
         let columns = cut.as_ref().map_or(0..hidden, of_rank);
         let mine = range(&axes.sizes, axes.experts.map_or(0, |axis| mesh.coordinate()[axis]));
-        let read = |expert: usize| -> Result<Option<QuantizedExpert>> {
-            if columns.is_empty() {
-                return Ok(None);
-            }
-            let part = |which: usize, block: [Range<usize>; 2]| {
-                let matrix = QuantizedMatrix::new(weights.read_quantized_at(
-                    &names[which],
-                    expert,
-                    block,
-                    vb.device(),
-                )?)?;
-                vb.count_quantized(matrix.bytes());
-                Ok::<_, Error>(matrix)
+        let count = mine.len();
+        let part = |expert: usize, which: usize| {
+            let name = &names[which];
+            let format = match weights.stored_codes(name, Some(expert))? {
+                Some(codes) => WeightFormat::Codes(codes),
+                None => {
+                    WeightFormat::Blocks(weights.quantized_dtype(name)?.ok_or_else(|| not_in_blocks(name))?)
+                }
             };
             let (rows, all) = (columns.clone(), 0..width);
-            let of_hidden = |which: usize| part(which, [rows.clone(), all.clone()]);
-            let gate = (first == 0).then(|| of_hidden(0)).transpose()?;
-            let up = of_hidden(1)?;
-            Ok(Some(QuantizedExpert { gate, up, down: part(2, [all.clone(), rows.clone()])? }))
+            let part = if which < 2 { [rows, all] } else { [all, rows] };
+            Ok::<_, Error>(ExpertMatrix { name: name.clone(), expert, format, part })
         };
-        let own = mine.map(read).collect::<Result<_>>()?;
-        Ok(Some(Self { own, hidden: columns.len(), cut, is_exact: vb.learns_adapters() }))
+        let parts = mine.flat_map(|expert| (first..NAMES.len()).map(move |which| (expert, which)));
+        let parts = parts.filter(|_| !columns.is_empty()).map(|(expert, which)| part(expert, which));
+        let parts: Vec<ExpertMatrix> = parts.collect::<Result<_>>()?;
+        let source = match vb.sharded_over().filter(|group| group.size() > 1 && !parts.is_empty()) {
+            Some(group) => {
+                let shared = SharedBytes::read(parts, weights, group, vb.device())?;
+                vb.count_quantized(shared.bytes());
+                ExpertSource::Sharded(Arc::new(shared))
+            }
+            None => {
+                let read = |of: &ExpertMatrix| {
+                    let matrix =
+                        of.format.read(weights, (&of.name, Some(of.expert)), &of.part, vb.device())?;
+                    vb.count_quantized(matrix.bytes());
+                    Ok(matrix)
+                };
+                let matrices = parts.iter().map(read).collect::<Result<_>>()?;
+                ExpertSource::Held(experts_of(matrices, first == 0))
+            }
+        };
+        let (has_gate, hidden) = (first == 0, columns.len());
+        Ok(Some(Self { source, count, has_gate, hidden, cut, is_exact: vb.learns_adapters() }))
+    }
+
+    /// Returns the matrices. In a fully sharded unit all of its ranks call it, and they are gathered.
+    pub(super) fn held(&self) -> Result<HeldExperts> {
+        Ok(match &self.source {
+            ExpertSource::Held(experts) => experts.clone(),
+            ExpertSource::Sharded(shared) => experts_of(shared.gather()?, self.has_gate),
+        })
     }
 
     /// Returns how dim `dim` of a tensor is cut as the hidden dim is.
@@ -111,13 +146,19 @@ impl QuantizedExperts {
 
     /// Returns how many experts are here.
     pub(super) fn len(&self) -> usize {
-        self.own.len()
+        self.count
     }
 
     /// Returns what gate, if there is one, and up make of rows `x` `[n, width]` that are sorted by expert, `counts` for each, where there is
     /// [something to multiply](Self::is_idle).
-    pub(super) fn hidden(&self, x: &Tensor, counts: &[usize]) -> Result<(Option<Tensor>, Tensor)> {
-        let made = self.products(x, counts, |expert| expert.gate.iter().chain([&expert.up]).collect())?;
+    pub(super) fn hidden(
+        &self,
+        held: &HeldExperts,
+        x: &Tensor,
+        counts: &[usize],
+    ) -> Result<(Option<Tensor>, Tensor)> {
+        let of = |expert: &QuantizedExpert| expert.gate.iter().chain([&expert.up]).cloned().collect();
+        let made = self.products(held, x, counts, of)?;
         if made.dim(1)? == self.hidden {
             return Ok((None, made));
         }
@@ -125,21 +166,22 @@ impl QuantizedExperts {
     }
 
     /// Returns what down makes of their hidden values.
-    pub(super) fn down(&self, inner: &Tensor, counts: &[usize]) -> Result<Tensor> {
-        self.products(inner, counts, |expert| vec![&expert.down])
+    pub(super) fn down(&self, held: &HeldExperts, inner: &Tensor, counts: &[usize]) -> Result<Tensor> {
+        self.products(held, inner, counts, |expert| vec![expert.down.clone()])
     }
 
     /// Returns the products of each expert's rows with some of its matrices, one beside another.
     fn products(
         &self,
+        held: &HeldExperts,
         x: &Tensor,
         counts: &[usize],
-        of: impl Fn(&QuantizedExpert) -> Vec<&QuantizedMatrix>,
+        of: impl Fn(&QuantizedExpert) -> Vec<QuantizedMatrix>,
     ) -> Result<Tensor> {
         let (mut made, mut start) = (Vec::new(), 0);
-        for (expert, &count) in self.own.iter().zip(counts).filter(|(_, count)| **count > 0) {
-            let Some(expert) = expert else { continue };
-            made.push(self.product(&x.narrow(0, start, count)?, &of(expert))?);
+        for (expert, &count) in held.iter().zip(counts).filter(|(_, count)| **count > 0) {
+            let matrices = of(expert);
+            made.push(self.product(&x.narrow(0, start, count)?, &matrices.iter().collect::<Vec<_>>())?);
             start += count;
         }
         Ok(Tensor::cat(&made, 0)?)
@@ -153,6 +195,22 @@ impl QuantizedExperts {
         let made = matrices.iter().map(|matrix| kernels::dequantized_linear(x, matrix));
         Ok(Tensor::cat(&made.collect::<candle_core::Result<Vec<_>>>()?, 1)?)
     }
+}
+
+/// Returns experts of matrices that lie one behind another: gate, if there is one, up and down of each.
+fn experts_of(matrices: Vec<QuantizedMatrix>, has_gate: bool) -> HeldExperts {
+    let expert = |own: &[QuantizedMatrix]| match own {
+        [gate, up, down] => {
+            Some(QuantizedExpert { gate: Some(gate.clone()), up: up.clone(), down: down.clone() })
+        }
+        [up, down] => Some(QuantizedExpert { gate: None, up: up.clone(), down: down.clone() }),
+        _ => None,
+    };
+    matrices.chunks(if has_gate { 3 } else { 2 }).filter_map(expert).collect()
+}
+
+fn not_in_blocks(name: &str) -> Error {
+    Error::Plan(format!("{name} is not in blocks"))
 }
 
 /// Returns the range of a rank, of ranges of these sizes.

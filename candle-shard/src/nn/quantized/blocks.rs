@@ -1,12 +1,11 @@
 //! Blocks of a quantized weight that a rank holds, by itself or together with the ranks of a fully sharding axis.
+use super::format::WeightFormat;
 use crate::kernels::{self, QuantizedMatrix};
 use crate::nn::MeshVarBuilder;
 use crate::{Error, Result, Weights};
-use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{D, DType, Device, Tensor};
 use candle_dist::{Collective, Cut, ProcessGroup};
 use smallvec::SmallVec;
-use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -33,10 +32,11 @@ enum BlockSource {
 struct ShardedBlocks {
     /// The bytes of this rank's rows.
     piece: Tensor,
-    /// The bytes of the rows of each rank.
+    /// The rows of each rank, and the bytes of them.
+    rows: Vec<Range<usize>>,
     sizes: Vec<usize>,
-    dims: [usize; 2],
-    dtype: GgmlDType,
+    columns: Range<usize>,
+    format: WeightFormat,
     group: ProcessGroup,
     device: Device,
 }
@@ -51,20 +51,17 @@ impl WeightBlocks {
         whole: [usize; 2],
         [rows, columns]: [Range<usize>; 2],
     ) -> Result<Self> {
-        let (weights, name, dtype) = stored(vb, name, whole)?;
+        let (weights, name, format) = stored(vb, name, whole)?;
         let source = match (rows.is_empty() || columns.is_empty(), vb.sharded_over()) {
             (true, _) => BlockSource::Empty,
             (false, Some(group)) if group.size() > 1 => {
-                let sharded = ShardedBlocks::read(vb, &name, dtype, [&rows, &columns], group)?;
+                let sharded = ShardedBlocks::read(vb, &name, format, [&rows, &columns], group)?;
                 BlockSource::Sharded(Arc::new(sharded))
             }
             _ => {
                 let key = (weights.place(&name)?, rows.clone(), columns.clone());
-                let read = || {
-                    let blocks =
-                        weights.read_quantized(&name, [rows.clone(), columns.clone()], vb.device())?;
-                    Ok(QuantizedMatrix::new(blocks)?)
-                };
+                let read =
+                    || format.read(weights, (&name, None), &[rows.clone(), columns.clone()], vb.device());
                 BlockSource::Held(vb.quantized_matrix(key, read)?)
             }
         };
@@ -91,7 +88,7 @@ impl WeightBlocks {
 
     /// Returns `x · weightᵀ` for these rows, with their matrix; `x` has the columns.
     pub(super) fn product_by(&self, matrix: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
-        Ok(match self.is_exact {
+        Ok(match self.is_exact || matrix.dtype().is_none() {
             true => kernels::dequantized_linear(x, matrix)?,
             false => kernels::quantized_linear(x, &[matrix])?,
         })
@@ -99,7 +96,7 @@ impl WeightBlocks {
 
     /// Returns the products of several weights, for which `x` is rounded once.
     pub(super) fn products(all: &[(&Self, &QuantizedMatrix)], x: &Tensor) -> Result<SmallVec<[Tensor; 1]>> {
-        if all.len() == 1 || all.iter().any(|(blocks, _)| blocks.is_exact) {
+        if all.len() == 1 || all.iter().any(|(blocks, matrix)| blocks.is_exact || matrix.dtype().is_none()) {
             return all.iter().map(|(blocks, matrix)| blocks.product_by(matrix, x)).collect();
         }
         let matrices: Vec<&QuantizedMatrix> = all.iter().map(|(_, matrix)| *matrix).collect();
@@ -143,49 +140,51 @@ impl ShardedBlocks {
     fn read(
         vb: &MeshVarBuilder,
         name: &str,
-        dtype: GgmlDType,
+        format: WeightFormat,
         [rows, columns]: [&Range<usize>; 2],
         group: &ProcessGroup,
     ) -> Result<Self> {
         let weights = vb.stored().ok_or_else(absent)?;
         let device = vb.device();
-        let (ranks, dims) = (group.size(), [rows.len(), columns.len()]);
-        let of_row = dims[1] / dtype.block_size() * dtype.type_size();
-        let most = dims[0].div_ceil(ranks);
-        let part = |rank: usize| (rank * most).min(dims[0])..((rank + 1) * most).min(dims[0]);
+        let most = rows.len().div_ceil(group.size());
+        let part = |rank: usize| {
+            let [start, end] = [rank, rank + 1].map(|rank| rows.start + (rank * most).min(rows.len()));
+            start..end
+        };
+        let of_ranks: Vec<_> = (0..group.size()).map(part).collect();
         let mine = part(group.rank());
         let piece = if mine.is_empty() {
             Tensor::zeros(0, DType::U8, device)?
         } else {
-            let block = [rows.start + mine.start..rows.start + mine.end, columns.clone()];
+            let block = [mine, columns.clone()];
             let key = (weights.place(name)?, block[0].clone(), block[1].clone());
             vb.quantized_bytes_of(key, || {
-                let read = weights.read_quantized(name, block, &Device::Cpu)?;
-                let bytes = read.data()?.into_owned();
+                let bytes = format.read_bytes(weights, (name, None), &block)?;
                 let count = bytes.len();
                 Ok(Tensor::from_vec(bytes, count, device)?)
             })?
         };
-        let sizes = (0..ranks).map(|rank| part(rank).len() * of_row).collect();
+        let bytes = |rows: &Range<usize>| format.byte_count(&[rows.clone(), columns.clone()]);
+        let sizes = of_ranks.iter().map(bytes).collect();
         let group = group.with_description(format!("the blocks of {name}"));
-        Ok(Self { piece, sizes, dims, dtype, group, device: device.clone() })
+        let columns = columns.clone();
+        Ok(Self { piece, rows: of_ranks, sizes, columns, format, group, device: device.clone() })
     }
 
     fn gather(&self) -> Result<QuantizedMatrix> {
         let gather = Collective::all_gather(Cut::new(0, &self.sizes));
         let whole = self.group.call(gather).run(&self.piece)?;
         let bytes = whole.to_device(&Device::Cpu)?.to_vec1::<u8>()?;
-        let storage = QStorage::from_data(Cow::Owned(bytes), &self.device, self.dtype)?;
-        Ok(QuantizedMatrix::new(QTensor::new(storage, (self.dims[0], self.dims[1]))?)?)
+        self.format.join(&self.rows, &self.columns, bytes, &self.device)
     }
 }
 
-/// Returns the files, and the name and the type of the parameter `name` there, which must be quantized and `whole`.
+/// Returns the files, the name of the parameter `name` there, which must be quantized and `whole`, and how it is stored.
 pub(super) fn stored<'a>(
     vb: &'a MeshVarBuilder,
     name: &str,
     whole: [usize; 2],
-) -> Result<(&'a Weights, String, GgmlDType)> {
+) -> Result<(&'a Weights, String, WeightFormat)> {
     let name = vb.full_name(name);
     let Some(weights) = vb.stored() else {
         return Err(Error::Plan(format!(
@@ -196,8 +195,11 @@ pub(super) fn stored<'a>(
     if shape != whole {
         return Err(Error::Plan(format!("{name} has shape {shape:?}, and the layer wants {whole:?}")));
     }
+    if let Some(codes) = weights.stored_codes(&name, None)? {
+        return Ok((weights, name, WeightFormat::Codes(codes)));
+    }
     match weights.quantized_dtype(&name)? {
-        Some(dtype) if QuantizedMatrix::takes(dtype) => Ok((weights, name, dtype)),
+        Some(dtype) if QuantizedMatrix::takes(dtype) => Ok((weights, name, WeightFormat::Blocks(dtype))),
         Some(dtype) => Err(Error::Plan(format!(
             "{name} is stored as {dtype:?}, with which nothing is multiplied; build a layer that is not quantized"
         ))),

@@ -42,8 +42,8 @@ impl QuantizedWeight {
             let rank = vb.mesh().axis_group(axis)?.rank();
             let start = sizes[..rank].iter().sum();
             // All ranks refuse alike: a rank without columns would not notice.
-            let (_, full_name, dtype) = stored(vb, name, whole)?;
-            let size = dtype.block_size();
+            let (_, full_name, format) = stored(vb, name, whole)?;
+            let size = format.columns();
             let mut end = 0;
             let splits = |columns: &usize| {
                 end += columns;

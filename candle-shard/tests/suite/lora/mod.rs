@@ -1,4 +1,5 @@
 //! Adapters beside layers of every kind, against plain candle: values and gradients on every mesh.
+mod codes;
 mod harness;
 mod peft;
 mod quantized;

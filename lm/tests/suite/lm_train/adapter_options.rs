@@ -95,3 +95,14 @@ fn scales_that_no_whole_number_of_64_bits_holds_are_written_as_they_are() {
         assert_eq!(read.options.alpha, alpha);
     }
 }
+
+#[test]
+fn what_peft_refuses_beside_experts_is_refused_by_name() {
+    let place = Place::new(&mixture(5, 2));
+    for (options, wanted) in [("dropout=0.1", "dropout"), ("dora", "use_dora"), ("bias", "lora_bias")] {
+        let flags = format!("--lora r=2,{options},targets=q_proj+experts.down_proj");
+        let said = format!("{:#}", place.open(&flags).unwrap_err());
+        assert!(said.contains("experts") && said.contains(wanted), "{flags}: {said}");
+    }
+    place.open("--lora r=2,rslora,targets=q_proj+experts.down_proj").unwrap();
+}

@@ -4,8 +4,10 @@
 mod adapter_options;
 mod adapters;
 mod broken;
+mod codes;
 mod crash;
 mod families;
+mod frozen;
 mod local;
 mod metrics;
 mod nonfinite;

@@ -297,7 +297,7 @@ fn nvfp4(block: &[u8], out: &mut [f32]) {
 }
 
 /// Returns half of a float with four bits of exponent and three of mantissa, whatever its sign. That which is no number is 0.
-fn half_e4m3(bits: u8) -> f32 {
+pub(super) fn half_e4m3(bits: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(bits >> 3 & 15), f32::from(bits & 7));
     match (bits, exponent) {
         (0x7f, _) => 0.0,

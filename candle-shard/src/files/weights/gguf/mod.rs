@@ -3,6 +3,7 @@
 //! Counts, lengths, types and offsets are checked against the length of the file before memory is taken for them.
 mod bytes;
 pub(super) mod codes;
+pub(super) mod scaled;
 pub(super) mod split;
 pub(super) mod types;
 

@@ -1,10 +1,8 @@
 //! The elements of a part of a matrix, from the parts of its tensors that they need.
-use super::super::gguf::codes::{E2M1, half_power_of_2};
 use super::super::{StoredTensor, Weights, read, runs};
 use super::{NestedScales, Scheme};
 use crate::{Error, Result};
 use candle_core::Device;
-use float8::F8E4M3;
 use half::{bf16, f16};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -23,8 +21,8 @@ impl Scheme {
     pub(super) fn decode(&self, weights: &Weights, [rows, columns]: [Range<usize>; 2]) -> Result<Vec<f32>> {
         let part = MatrixPart { rows, columns };
         match self {
-            Self::Scaled { codes, is_float, scales, block, factor, index } => {
-                part.scaled(weights, (codes, *is_float), (scales, *block, *factor), *index)
+            Self::Scaled { .. } | Self::Floats { .. } | Self::Mxfp4 { .. } | Self::Nvfp4 { .. } => {
+                self.decode_codes(weights, [part.rows, part.columns])
             }
             Self::Gptq { codes, zeros, scales, groups, bits, size, more } => {
                 part.gptq(weights, [codes, zeros, scales], groups.as_ref(), (*bits, *size, *more))
@@ -36,15 +34,10 @@ impl Scheme {
             Self::Affine { codes, scales, biases, bits, size, index } => {
                 part.affine(weights, [codes, scales, biases], (*bits, *size), *index)
             }
-            Self::Floats { codes, scales, bits, size, index } => {
-                part.floats(weights, [codes, scales], (*bits, *size), *index)
-            }
             Self::Latent { keys, values } => part.latent(weights, [keys, values]),
             Self::Four { codes, table, scales, block, nested, columns } => {
                 part.four(weights, [codes, scales], (table, nested.as_ref()), [*block, *columns])
             }
-            Self::Mxfp4 { codes, scales, index } => part.mxfp4(weights, [codes, scales], *index),
-            Self::Nvfp4 { codes, scales, factor } => part.nvfp4(weights, [codes, scales], *factor),
             Self::View { of, index, columns, turned } => part.view(weights, of, *index, (columns, *turned)),
         }
     }
@@ -74,37 +67,6 @@ impl MatrixPart {
         (self.columns.clone().map(|column| column / size - all.start).collect(), all)
     }
 
-    fn scaled(
-        &self,
-        weights: &Weights,
-        (codes, is_float): (&StoredTensor, bool),
-        (scales, [height, width], factor): (&StoredTensor, [usize; 2], f32),
-        index: Option<usize>,
-    ) -> Result<Vec<f32>> {
-        let held = codes.bytes(weights, &of_matrix(index, [self.rows.clone(), self.columns.clone()]), 1)?;
-        let (of_rows, (group_of, of_columns)) = (groups(&self.rows, height), self.groups(width));
-        let mut part = of_matrix(index, [of_rows.clone(), of_columns.clone()]);
-        part.truncate(scales.shape.len());
-        if let ([one], [1]) = (&mut part[..], &scales.shape[..]) {
-            // A scale for all matrices.
-            *one = 0..1;
-        }
-        let scale = scales.floats(weights, &part)?;
-        let table: Vec<f32> = (0..=u8::MAX)
-            .map(
-                |code| {
-                    if is_float { F8E4M3::from_bits(code).to_f32() } else { f32::from(code.cast_signed()) }
-                },
-            )
-            .collect();
-        Ok(self.filled(|row| {
-            let held = &held[(row - self.rows.start) * self.columns.len()..];
-            let scale = &scale[(row / height - of_rows.start) * of_columns.len()..];
-            let (table, group_of) = (&table, &group_of);
-            move |at| table[usize::from(held[at])] * scale[group_of[at]] * factor
-        }))
-    }
-
     fn latent(&self, weights: &Weights, [keys, values]: [&StoredTensor; 2]) -> Result<Vec<f32>> {
         let (key, value, width) = (keys.shape[2], values.shape[1], self.columns.len());
         let mut out = vec![0f32; self.rows.len() * width];
@@ -128,47 +90,6 @@ impl MatrixPart {
             }
         }
         Ok(out)
-    }
-
-    /// The columns of the matrix are rows of the tensors.
-    fn mxfp4(
-        &self,
-        weights: &Weights,
-        [codes, scales]: [&StoredTensor; 2],
-        index: usize,
-    ) -> Result<Vec<f32>> {
-        let of_rows = groups(&self.rows, MX_BLOCK);
-        let part = [index..index + 1, self.columns.clone(), of_rows.clone()];
-        let exponents = scales.bytes(weights, &part, 1)?;
-        let [matrix, columns, blocks] = part;
-        let held = codes.bytes(weights, &[matrix, columns, blocks, 0..MX_BLOCK / 2], 1)?;
-        let count = of_rows.len();
-        Ok(self.filled(|row| {
-            let (block, nth) = (row / MX_BLOCK - of_rows.start, row % MX_BLOCK);
-            let (exponents, held) = (&exponents, &held);
-            move |at| {
-                let place = at * count + block;
-                let byte = held[place * MX_BLOCK / 2 + nth / 2];
-                // The table has twice the values.
-                E2M1[usize::from(byte >> (4 * (nth % 2)) & 15)] * half_power_of_2(exponents[place])
-            }
-        }))
-    }
-
-    fn nvfp4(&self, weights: &Weights, [codes, scales]: [&StoredTensor; 2], factor: f32) -> Result<Vec<f32>> {
-        let ((byte_of, of_bytes), (block_of, of_blocks)) = (self.groups(2), self.groups(NV_BLOCK));
-        let held = codes.bytes(weights, &[self.rows.clone(), of_bytes.clone()], 1)?;
-        let scale = scales.bytes(weights, &[self.rows.clone(), of_blocks.clone()], 1)?;
-        Ok(self.filled(|row| {
-            let at_row = row - self.rows.start;
-            let (held, scale) = (&held[at_row * of_bytes.len()..], &scale[at_row * of_blocks.len()..]);
-            let (byte_of, block_of, first) = (&byte_of, &block_of, self.columns.start);
-            move |at| {
-                let code = held[byte_of[at]] >> (4 * ((first + at) % 2)) & 15;
-                // The table has twice the values.
-                E2M1[usize::from(code)] / 2.0 * F8E4M3::from_bits(scale[block_of[at]]).to_f32() * factor
-            }
-        }))
     }
 
     fn view(
@@ -334,7 +255,10 @@ fn groups(range: &Range<usize>, size: usize) -> Range<usize> {
 }
 
 /// Returns a part of a matrix, or of the matrix `index` of several.
-pub(super) fn of_matrix(index: Option<usize>, part: [Range<usize>; 2]) -> Vec<Range<usize>> {
+pub(in crate::files::weights) fn of_matrix(
+    index: Option<usize>,
+    part: [Range<usize>; 2],
+) -> Vec<Range<usize>> {
     index.map(|at| at..at + 1).into_iter().chain(part).collect()
 }
 

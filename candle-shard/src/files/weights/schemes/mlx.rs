@@ -1,11 +1,9 @@
 //! Matrices and stacks of MLX, whose headers say how they are quantized.
-use super::super::gguf::codes::{E2M1, half_power_of_2};
 use super::super::{StoredTensor, Weights};
 use super::Scheme;
-use super::decode::{MatrixPart, NV_BLOCK, WORD, of_matrix};
+use super::decode::{MatrixPart, WORD, of_matrix};
 use super::layers::is_word;
 use crate::{Error, Result};
-use float8::F8E4M3;
 use itertools::Itertools;
 use serde_json::Value;
 
@@ -122,32 +120,6 @@ impl MatrixPart {
                 let group = group_of[at];
                 scale[group] * held.code(at_row, at) as f32 + bias[group]
             }
-        }))
-    }
-
-    pub(super) fn floats(
-        &self,
-        weights: &Weights,
-        [codes, scales]: [&StoredTensor; 2],
-        (bits, size): (usize, usize),
-        index: Option<usize>,
-    ) -> Result<Vec<f32>> {
-        let (held, (group_of, of_columns)) = (self.run(weights, codes, bits, index)?, self.groups(size));
-        let scale = scales.bytes(weights, &of_matrix(index, [self.rows.clone(), of_columns.clone()]), 1)?;
-        let half_of_scale: fn(u8) -> f32 = match size {
-            NV_BLOCK => |scale| F8E4M3::from_bits(scale).to_f32() / 2.0,
-            _ => half_power_of_2,
-        };
-        let scale: Vec<f32> = scale.into_iter().map(half_of_scale).collect();
-        let twice: Vec<f32> = match bits {
-            4 => E2M1.to_vec(),
-            _ => (0..=u8::MAX).map(|code| 2.0 * F8E4M3::from_bits(code).to_f32()).collect(),
-        };
-        Ok(self.filled(|row| {
-            let at_row = row - self.rows.start;
-            let (scale, held, group_of) = (&scale[at_row * of_columns.len()..], &held, &group_of);
-            let twice = &twice;
-            move |at| twice[held.code(at_row, at) as usize] * scale[group_of[at]]
         }))
     }
 

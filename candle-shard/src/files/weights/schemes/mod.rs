@@ -2,11 +2,15 @@
 //!
 #![doc = include_str!("README.md")]
 
+mod codes;
 mod decode;
 mod layers;
 mod method;
 mod mlx;
 mod views;
+
+pub(crate) use codes::StoredCodes;
+pub(super) use decode::of_matrix;
 
 use super::{StoredTensor, Weights};
 use crate::Result;
@@ -147,7 +151,7 @@ pub(super) struct SchemePiece {
     /// The rows and columns of the matrix.
     shape: [usize; 2],
     /// The row and the column of the matrix at which the block begins.
-    start: [usize; 2],
+    pub(super) start: [usize; 2],
 }
 
 impl StoredTensor {
