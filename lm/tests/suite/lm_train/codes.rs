@@ -140,7 +140,11 @@ fn agree(place: &Place, options: &str, meshes: &[&str]) {
         }
         for ([floats, bytes], [others, _]) in held.iter().zip(&of_floats) {
             let codes = others - floats;
-            assert!(codes > 0 && 4 * bytes < 5 * codes, "{mesh}: {bytes} bytes for {codes} numbers");
+            // A stage may have the ends of the model alone.
+            assert!(
+                *bytes >= codes / 2 && 4 * bytes <= 5 * codes,
+                "{mesh}: {bytes} bytes for {codes} numbers"
+            );
         }
     }
 }
