@@ -439,7 +439,7 @@ mod tests {
         let dims = [70, 320];
         for format in formats(dims) {
             let (bytes, _) = whole(&format, dims);
-            for rows in [vec![5..20, 20..20, 20..21, 21..66], vec![0..70], vec![0..35, 35..70]] {
+            for rows in [vec![5..20, 20..20, 20..21, 21..66], vec![0..1, 1..70], vec![0..35, 35..70]] {
                 let columns = 9..300;
                 let parts = rows.iter().filter(|rows| !rows.is_empty());
                 let parts: Vec<u8> = parts
