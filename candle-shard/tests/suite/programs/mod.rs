@@ -26,7 +26,8 @@ const ELSEWHERE: &[&str] = &[
     "is_contiguous", // these give no elements to compare
     "side",
     "to_device",
-    "to_vec0", // elements as lists
+    "largest_keys", // a plain tensor
+    "to_vec0",      // elements as lists
     "to_vec1",
     "to_vec2",
     "to_vec3",
