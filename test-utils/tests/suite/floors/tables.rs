@@ -182,7 +182,10 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
     ),
     folder("function", &["mod", "formulas off_host", "apply"]),
     folder("linear_attention", &["sizes", "scan", "backward inputs", "composed", "mod"]),
-    folder("product", &["matrix", "columns panels", "pairs", "pair_operand", "operands", "mod"]),
+    folder(
+        "product",
+        &["matrix", "columns", "panels", "pairs", "pair_operand", "operands", "weight_rows", "mod"],
+    ),
     folder("random", &["distribution grid stream", "draws launch", "device", "mod"]),
     folder(
         "quantized",
