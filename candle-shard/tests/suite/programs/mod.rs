@@ -24,6 +24,7 @@ const ELSEWHERE: &[&str] = &[
     "slice_set",
     "zero_set",
     "is_contiguous", // these give no elements to compare
+    "largest_keys",
     "side",
     "to_device",
     "to_vec0", // elements as lists
