@@ -221,12 +221,12 @@ fn a_failure_inside_a_backward_pass_is_the_typed_one() {
 
 #[test]
 fn a_rank_with_an_open_call_is_told_from_one_that_waits_for_it() {
+    if over_nccl() {
+        return skip("over NCCL, a group's first call waits for all members, and is not open without them");
+    }
     for waits in [false, true] {
         let (send, errors) = mpsc::channel();
-        let ranks = Ranks::new(2, "open");
-        // Over NCCL, ranks that wait for each other are found at the timeout.
-        let ranks = if over_nccl() { ranks.timeout(Duration::from_secs(4)) } else { ranks };
-        let _ = ranks.run(move |ctx| -> Result<()> {
+        let _ = Ranks::new(2, "open").run(move |ctx| -> Result<()> {
             if ctx.rank() == 1 {
                 return ctx.group().recv(1, DType::F32, 0).map(drop); // which never comes
             }

@@ -52,7 +52,7 @@ fn call(ctx: &RankContext, what: &str, times: usize) -> Result<()> {
             }
         }
         "gather" => {
-            let cut = |x: &Tensor| Cut::even(1, 2 * x.dims()[1], RANKS);
+            let cut = |x: &Tensor| Cut::even(1, x.dims()[1], RANKS);
             let made = run(Collective::AllGather(wide.iter().map(cut).collect()), &wide)?;
             assert!(made.iter().all(|x| x.dims()[1] >= 8) && last(&made[0])? == 11.0);
         }
@@ -60,11 +60,11 @@ fn call(ctx: &RankContext, what: &str, times: usize) -> Result<()> {
             let cut = |x: &Tensor| Cut::new(1, &[x.dims()[1] - 1, 1]);
             let cuts = wide.iter().map(cut).collect();
             let made = run(Collective::ReduceScatter(cuts, ReduceOp::Sum), &wide)?;
-            assert_eq!((made[0].dims()[1], last(&made[0])?), if me == 0 { (3, 12.0) } else { (1, 12.0) });
+            assert_eq!((made[0].dims()[1], last(&made[0])?), if me == 0 { (3, 10.0) } else { (1, 12.0) });
         }
         _ => {
             let split = Cut::new(1, &[3, 1]);
-            let concat = Cut::even(0, 8, RANKS);
+            let concat = Cut::even(0, 4, RANKS);
             let made = run(Collective::AllToAll { split, concat }, &wide[..1])?;
             assert_eq!(made[0].dims(), [8, if me == 0 { 3 } else { 1 }]);
         }
@@ -111,7 +111,8 @@ fn strips_of_all_tensors_are_one_launch() {
     if !has_ranks(RANKS) {
         return;
     }
-    for (what, most) in [("bucket", [1, 0]), ("gather", [1, 0]), ("scatter", [1, 0]), ("exchange", [1, 0])] {
+    // The flags of a bucket are copied out of it before the host reads them.
+    for (what, most) in [("bucket", [1, 1]), ("gather", [1, 0]), ("scatter", [1, 0]), ("exchange", [1, 0])] {
         let found = each(what);
         println!("{what}: {} launches and {} copies on the device", found[0], found[1]);
         assert!(

@@ -24,10 +24,10 @@ const ELSEWHERE: &[&str] = &[
     "slice_set",
     "zero_set",
     "is_contiguous", // these give no elements to compare
+    "largest_keys",
     "side",
     "to_device",
-    "largest_keys", // a plain tensor
-    "to_vec0",      // elements as lists
+    "to_vec0", // elements as lists
     "to_vec1",
     "to_vec2",
     "to_vec3",
