@@ -14,7 +14,7 @@ use crate::parallel;
 use crate::real::Real;
 
 /// The most rows: with more, the packing of the weight is a small part of the product.
-pub(super) const MOST: usize = 512;
+pub(super) const MOST: usize = 320;
 
 /// The rows of the weight that are copied at once: some tiles.
 const AT_ONCE: usize = 48;
