@@ -5,6 +5,7 @@
 mod capacity;
 mod config;
 mod dispatch;
+mod expert_bytes;
 mod experts;
 mod layer;
 mod load;
@@ -12,7 +13,6 @@ mod losses;
 mod quantized;
 mod router;
 mod shared;
-mod shared_bytes;
 
 pub use config::{ExpertGate, ExpertGroups, MoEConfig, Scores};
 pub use layer::{MoE, MoEOutput};

@@ -1,7 +1,7 @@
 //! Experts whose weights stay quantized, as files store them.
 use super::OP;
 use super::config::{MoEAxes, MoEConfig};
-use super::shared_bytes::{ExpertMatrix, SharedBytes};
+use super::expert_bytes::{ExpertBytes, ExpertMatrix};
 use crate::kernels::{self, QuantizedMatrix};
 use crate::layout::Sizes;
 use crate::nn::place::AxisCut;
@@ -33,7 +33,7 @@ enum ExpertSource {
     /// The matrices of each expert on this rank; there are none if no column of the hidden dim is here.
     Held(HeldExperts),
     /// Some bytes on each rank of a fully sharding axis. They are gathered for each use.
-    Sharded(Arc<SharedBytes>),
+    Sharded(Arc<ExpertBytes>),
 }
 
 /// The matrices of experts while they compute.
@@ -106,7 +106,7 @@ impl QuantizedExperts {
         let parts: Vec<ExpertMatrix> = parts.collect::<Result<_>>()?;
         let source = match vb.sharded_over().filter(|group| group.size() > 1 && !parts.is_empty()) {
             Some(group) => {
-                let shared = SharedBytes::read(parts, weights, group, vb.device())?;
+                let shared = ExpertBytes::read(parts, weights, group, vb.device())?;
                 vb.count_quantized(shared.bytes());
                 ExpertSource::Sharded(Arc::new(shared))
             }

@@ -1,10 +1,11 @@
 //! Blocks of a quantized weight that a rank holds, by itself or together with the ranks of a fully sharding axis.
 use super::format::WeightFormat;
+use super::shared_bytes::SharedBytes;
 use crate::kernels::{self, QuantizedMatrix};
 use crate::nn::MeshVarBuilder;
 use crate::{Error, Result, Weights};
-use candle_core::{D, DType, Device, Tensor};
-use candle_dist::{Collective, Cut, ProcessGroup};
+use candle_core::{D, Device, Tensor};
+use candle_dist::ProcessGroup;
 use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,14 +31,11 @@ enum BlockSource {
 
 #[derive(Debug)]
 struct ShardedBlocks {
-    /// The bytes of this rank's rows.
-    piece: Tensor,
-    /// The rows of each rank, and the bytes of them.
+    bytes: SharedBytes,
+    /// The rows of each rank.
     rows: Vec<Range<usize>>,
-    sizes: Vec<usize>,
     columns: Range<usize>,
     format: WeightFormat,
-    group: ProcessGroup,
     device: Device,
 }
 
@@ -73,7 +71,7 @@ impl WeightBlocks {
         match &self.source {
             BlockSource::Empty => 0,
             BlockSource::Held(matrix) => matrix.bytes(),
-            BlockSource::Sharded(sharded) => sharded.piece.elem_count(),
+            BlockSource::Sharded(sharded) => sharded.bytes.own(),
         }
     }
 
@@ -154,28 +152,23 @@ impl ShardedBlocks {
         let of_ranks: Vec<_> = (0..group.size()).map(part).collect();
         let mine = part(group.rank());
         let piece = if mine.is_empty() {
-            Tensor::zeros(0, DType::U8, device)?
+            SharedBytes::piece(Vec::new(), device)?
         } else {
             let block = [mine, columns.clone()];
             let key = (weights.place(name)?, block[0].clone(), block[1].clone());
             vb.quantized_bytes_of(key, || {
-                let bytes = format.read_bytes(weights, (name, None), &block)?;
-                let count = bytes.len();
-                Ok(Tensor::from_vec(bytes, count, device)?)
+                SharedBytes::piece(format.read_bytes(weights, (name, None), &block)?, device)
             })?
         };
         let bytes = |rows: &Range<usize>| format.byte_count(&[rows.clone(), columns.clone()]);
         let sizes = of_ranks.iter().map(bytes).collect();
-        let group = group.with_description(format!("the blocks of {name}"));
+        let bytes = SharedBytes::new(piece, sizes, group, format!("the blocks of {name}"));
         let columns = columns.clone();
-        Ok(Self { piece, rows: of_ranks, sizes, columns, format, group, device: device.clone() })
+        Ok(Self { bytes, rows: of_ranks, columns, format, device: device.clone() })
     }
 
     fn gather(&self) -> Result<QuantizedMatrix> {
-        let gather = Collective::all_gather(Cut::new(0, &self.sizes));
-        let whole = self.group.call(gather).run(&self.piece)?;
-        let bytes = whole.to_device(&Device::Cpu)?.to_vec1::<u8>()?;
-        self.format.join(&self.rows, &self.columns, bytes, &self.device)
+        self.format.join(&self.rows, &self.columns, self.bytes.gather()?, &self.device)
     }
 }
 

@@ -258,7 +258,7 @@ const CANDLE_SHARD: &[Folder] = &[
         "nn/moe",
         &[
             "mod",
-            "config shared_bytes",
+            "config expert_bytes",
             "load",
             "capacity dispatch quantized router shared",
             "experts losses",

@@ -1,24 +1,20 @@
 //! The bytes of the experts of a fully sharded unit, of which each of its ranks holds a part.
 use crate::kernels::QuantizedMatrix;
-use crate::nn::quantized::WeightFormat;
+use crate::nn::quantized::{SharedBytes, WeightFormat};
 use crate::{Result, Weights};
-use candle_core::{DType, Device, Tensor};
-use candle_dist::{Collective, Cut, ProcessGroup};
+use candle_core::Device;
+use candle_dist::ProcessGroup;
 use std::ops::Range;
 
 /// The bytes of matrices, one behind another as files have them, of which each rank of a group holds about as many.
 #[derive(Debug)]
-pub(super) struct SharedBytes {
+pub(super) struct ExpertBytes {
     matrices: Vec<ExpertMatrix>,
-    /// The bytes of this rank.
-    piece: Tensor,
-    /// The bytes of each rank.
-    sizes: Vec<usize>,
-    group: ProcessGroup,
+    bytes: SharedBytes,
     device: Device,
 }
 
-impl SharedBytes {
+impl ExpertBytes {
     /// Reads this rank's bytes.
     pub(super) fn read(
         matrices: Vec<ExpertMatrix>,
@@ -42,25 +38,20 @@ impl SharedBytes {
             }
             start = end;
         }
-        let piece = match bytes.len() {
-            0 => Tensor::zeros(0, DType::U8, device)?,
-            count => Tensor::from_vec(bytes, count, device)?,
-        };
+        let piece = SharedBytes::piece(bytes, device)?;
         let sizes = (0..group.size()).map(|rank| of(rank).len()).collect();
-        let group = group.with_description("the blocks of experts".to_owned());
-        Ok(Self { matrices, piece, sizes, group, device: device.clone() })
+        let bytes = SharedBytes::new(piece, sizes, group, "the blocks of experts".to_owned());
+        Ok(Self { matrices, bytes, device: device.clone() })
     }
 
     /// The bytes of this rank.
     pub(super) fn bytes(&self) -> usize {
-        self.piece.elem_count()
+        self.bytes.own()
     }
 
     /// Returns all matrices. All ranks of the group call it.
     pub(super) fn gather(&self) -> Result<Vec<QuantizedMatrix>> {
-        let gather = Collective::all_gather(Cut::new(0, &self.sizes));
-        let whole = self.group.call(gather).run(&self.piece)?;
-        let bytes = whole.to_device(&Device::Cpu)?.to_vec1::<u8>()?;
+        let bytes = self.bytes.gather()?;
         let mut rest = &bytes[..];
         let matrix = |matrix: &ExpertMatrix| {
             let (own, behind) = rest.split_at(matrix.byte_count());
