@@ -16,7 +16,7 @@ pub struct StripCopy<'a, S> {
     pub to: (usize, usize),
 }
 
-/// New memory for `total` elements, all of which strips fill.
+/// New memory of `total` elements. The strips fill all of them.
 #[derive(Clone, Debug)]
 pub struct StripBuffer<'a, S> {
     /// The dtype of the new memory. That of sources is the same; where it is f32, sources may be 16-bit floats.

@@ -154,6 +154,8 @@ pub fn run(
     let mut scheduler = Scheduler::new(&files.config, batch.slots(), room, MOST_NEW);
     let mut texts: Vec<(Vec<u32>, Stop)> = vec![(Vec::new(), Stop::Length); batch.requests.len()];
     let mut passes = 0;
+    // All texts of a batch are sampled alike.
+    let takes_largest = Sampler::new(batch.sampling).takes_largest();
     loop {
         while scheduler.has_room(0)
             && let Some((place, Request { prompt, most })) = waiting.next()
@@ -167,8 +169,7 @@ pub fn run(
         if plan.step.is_empty() {
             break;
         }
-        // Of one batch, all texts are sampled alike.
-        let chosen = match Sampler::new(batch.sampling).takes_largest() {
+        let chosen = match takes_largest {
             true => ChosenBy::Largest(engine.largest(&plan.step)?),
             false => ChosenBy::Logits(engine.step(&plan.step)?),
         };

@@ -13,7 +13,7 @@ const THREADS: usize = 256;
 #[cfg(feature = "cuda")]
 const SIZE: usize = STRIPS * (6 * 8 + 2 * 4) + 8;
 
-/// Memory of which a launch copies strips.
+/// Memory from which one launch copies strips.
 pub trait StripStorage: BackendStorage<Device: BackendDevice<Storage = Self>> + Sized {
     /// Fills new memory on a device.
     ///
@@ -35,7 +35,7 @@ struct PlacedStrip {
 /// What is copied.
 #[derive(Clone, Copy, PartialEq)]
 enum StripWords {
-    /// Elements of so many bytes.
+    /// Elements of this many bytes each.
     Elements(usize),
     /// 16-bit floats of this dtype, which become f32.
     Widened(DType),

@@ -96,7 +96,7 @@ impl Pairs {
     }
 }
 
-/// Packs a group of `lines` rows from `start` on, of which there are at most `R`, into zeros.
+/// Packs `lines` rows, at most `R`, from row `start` on. `out` holds zeros.
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pack_group<const R: usize>(from: Matrix<'_, bf16>, start: usize, lines: usize, out: &mut [u32]) {
     let ([_, len], [of_row, of_column]) = (from.dims, from.strides);

@@ -1,4 +1,4 @@
-//! Products of some hundred rows with a weight, of which each element is used a few hundred times.
+//! Products of up to a few hundred rows with a weight. Each element of the weight is used once for each row.
 //!
 //! gemm brings both operands into the order of its registers. For 128 rows that takes almost as long for the weight as the
 //! product. Here the rows are packed, which are fewer, and some rows of the weight at a time are copied as they are: next to each

@@ -18,7 +18,7 @@ const PARALLEL: usize = 1 << 16;
 /// something of, row by row. It may begin and end anywhere.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScaledFormat {
-    /// What the codes stand for: 256 floats if each has a byte, or 16 if two share one, of which the first has the lower bits.
+    /// The floats that codes stand for: 256 if a code is a byte, 16 if two codes share a byte. The first of the two has the lower bits.
     pub table: Arc<[f32]>,
     /// How scales are stored.
     pub scales: ScaleFormat,
@@ -117,7 +117,7 @@ impl ScaledFormat {
     }
 }
 
-/// The groups of so many indices that a range has something of.
+/// The groups of `size` indices that a range overlaps.
 fn groups(range: &Range<usize>, size: usize) -> Range<usize> {
     range.start / size..range.end.div_ceil(size)
 }

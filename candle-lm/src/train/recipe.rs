@@ -184,14 +184,12 @@ impl Recipe {
             ),
             _ => {}
         }
-        if self.freeze != saved.freeze && saved.local.is_some() {
-            let was = if saved.freeze.is_empty() { "none".into() } else { saved.freeze.to_string() };
-            require!(
-                false,
-                "--freeze {} is not the {was} that --resume goes on from, and replicas that train apart have learned the same: leave it out.",
-                self.freeze
-            );
-        }
+        require!(
+            self.freeze == saved.freeze || saved.local.is_none(),
+            "--freeze {} is not the {} that --resume goes on from, and replicas that train apart have learned the same: leave it out.",
+            self.freeze,
+            if saved.freeze.is_empty() { "none".into() } else { saved.freeze.to_string() }
+        );
         // Replicas that were together may go apart.
         match (self.local, saved.local) {
             (Some(local), Some(saved)) => local.check_follows(saved),
