@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Measures prompt and decode speed on a quantized model, here, in candle-transformers and in llama.cpp, alternately.
 
-Usage: python3 benchmarks/decode.py [--model FILE] [--rounds 5] [--max-tokens 64] [--llama-python PYTHON]
+Usage: python3 benchmarks/decode.py [--model FILE] [--rounds 5] [--max-tokens 64] [--prompt TEXT] [--context 4096]
+       [--llama-python PYTHON]
 
 Without --model, it takes the SmolLM2-135M-Instruct of scripts/smollm2.sh. A rank has one thread where nothing else is said. Without a Python that
 has llama-cpp-python or xllamacpp (--llama-python, or LLAMA_PYTHON in the environment), llama.cpp is left out. The wheels of
@@ -24,6 +25,7 @@ def main():
     parser.add_argument("--model", help="a GGUF file of a Llama")
     parser.add_argument("--rounds", type=int, default=5, help="alternating runs of each side [5]")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to write [64]")
+    parser.add_argument("--context", type=int, default=4096, help="tokens that the cache of llama.cpp has room for [4096]")
     parser.add_argument("--prompt", default=SENTENCE * 10, help="the text to continue")
     python = os.environ.get("LLAMA_PYTHON", sys.executable)
     parser.add_argument("--llama-python", default=python, help="a Python with llama-cpp-python or xllamacpp")
@@ -47,7 +49,7 @@ def main():
     packages = [("llama-cpp-python", "import llama_cpp, numpy"), ("xllamacpp", "import xllamacpp")]
     package = next((name for name, line in packages if has(args.llama_python, line)), None)
     if package:
-        peer = [args.llama_python, PEERS / "llamacpp.py", *task]
+        peer = [args.llama_python, PEERS / "llamacpp.py", *task, "--context", str(args.context)]
         for threads, name in ((1, "1 thread"), (2, "2 threads")):
             sides[f"llama.cpp ({package}), {name}"] = ([*peer, "--threads", str(threads)], threads)
     else:

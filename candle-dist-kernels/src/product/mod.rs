@@ -22,6 +22,7 @@ pub(super) use columns::by_columns;
 use matrix::multiply;
 pub(super) use matrix::{LeftOperand, Matrix};
 pub(super) use operands::{ProductRows, RightOperand};
+use weight_rows::is_faster;
 
 /// Returns the product of `a [m, k]` and `b [k, n]` with any strides, in the compute dtype.
 ///
@@ -80,12 +81,13 @@ pub(super) fn product_with_weight(
 ) -> Result<CpuStorage> {
     let ((m, k), (n, _)) = (x_l.shape().dims2()?, weight_l.shape().dims2()?);
     let are_rows = x_l.stride()[1] == 1 && weight_l.stride()[1] == 1;
-    let fits = cfg!(target_arch = "x86_64") && are_rows && m <= weight_rows::MOST && m * n * k > 0;
+    let are_rows = are_rows && cfg!(target_arch = "x86_64") && m * n * k > 0;
+    let stride = weight_l.stride()[0];
     match (x, weight) {
-        (CpuStorage::F32(x), CpuStorage::F32(weight)) if fits => {
+        (CpuStorage::F32(x), CpuStorage::F32(weight)) if are_rows && is_faster::<f32>(m, stride) => {
             Ok(CpuStorage::F32(weight_rows::product(Matrix::of(x, x_l)?, Matrix::of(weight, weight_l)?)?))
         }
-        (CpuStorage::F64(x), CpuStorage::F64(weight)) if fits => {
+        (CpuStorage::F64(x), CpuStorage::F64(weight)) if are_rows && is_faster::<f64>(m, stride) => {
             Ok(CpuStorage::F64(weight_rows::product(Matrix::of(x, x_l)?, Matrix::of(weight, weight_l)?)?))
         }
         _ => product(x, x_l, weight, &weight_l.transpose(0, 1)?),

@@ -9,7 +9,7 @@ use candle_dist::ProcessGroup;
 use super::args::{Args, ByteSize, OpName};
 use super::case::Case;
 use super::floor;
-use super::report::{Report, Row};
+use super::report::{BareRound, Report, Row};
 use crate::launch::{Ranks, gather};
 use crate::timing::{Budget, median, settle, slowest};
 
@@ -51,9 +51,14 @@ pub fn measure(
             rounds: times.len(),
         }
     });
+    let bare = match args.sizes.iter().map(|size| size.0).min() {
+        Some(bytes) => Some(BareRound { bytes, median_us: floor::bare_round_us(args.world, bytes)? }),
+        None => None,
+    };
     Ok(Some(Report {
         world: args.world,
         flag_us: floor::flag_us(),
+        bare_round: bare,
         backend: args.backend,
         rows: rows.collect(),
     }))

@@ -14,10 +14,21 @@ pub struct Report {
     pub world: usize,
     /// Microseconds until a flag that one thread sets is seen by another.
     pub flag_us: f64,
+    /// An all_reduce of threads without all that a process group adds, at the smallest size.
+    pub bare_round: Option<BareRound>,
     /// The backend.
     pub backend: BackendName,
     /// One row per op and size, in the order measured.
     pub rows: Vec<Row>,
+}
+
+/// An all_reduce of threads that only meet, add up, and meet again.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct BareRound {
+    /// Bytes of each thread's input.
+    pub bytes: usize,
+    /// Median over the rounds of the slowest thread's microseconds.
+    pub median_us: f64,
 }
 
 /// One op at one size.
@@ -56,6 +67,10 @@ impl Report {
         }
         let each = if self.backend == BackendName::Threads { "a thread" } else { "a process" };
         let flag = format!("A flag passes from one core to another in {:.2} µs.", self.flag_us);
-        format!("{} ranks, each {each}:\n{table}\n{flag}", self.world)
+        let bare = self.bare_round.map_or_else(String::new, |BareRound { bytes, median_us }| {
+            let size = ByteSize(bytes);
+            format!("\nThreads that only meet, add {size} up, and meet again take {median_us:.1} µs.")
+        });
+        format!("{} ranks, each {each}:\n{table}\n{flag}{bare}", self.world)
     }
 }
