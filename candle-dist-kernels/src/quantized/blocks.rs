@@ -58,9 +58,9 @@ impl CodeBlock {
             }
             GgmlDType::Q3K => {
                 self.pairs_of_bits(&bytes[32..96]);
-                for (i, code) in self.codes.iter_mut().enumerate() {
-                    *code |= (bytes[i % 32] >> (i / 32) & 1) << 2;
-                }
+                self.rows(&bytes[..32], |rows, high| {
+                    rows.iter_mut().enumerate().for_each(|(i, row)| add_bits(row, &high[0], i, 1, 2));
+                });
                 self.scales = signed_scales(&bytes[96..108]);
                 self.scale = pair(108);
             }
@@ -70,20 +70,23 @@ impl CodeBlock {
                     (self.scales[i], self.minimums[i]) = scale_and_minimum(i, &bytes[4..16]);
                 }
                 let nibbles = if dtype == GgmlDType::Q4K { 16 } else { 48 };
-                for (i, code) in self.codes.iter_mut().enumerate() {
-                    *code = bytes[nibbles + i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
-                    if dtype == GgmlDType::Q5K {
-                        *code |= (bytes[16 + i % 32] >> (i / 32) & 1) << 4;
-                    }
+                self.rows(&bytes[nibbles..], |rows, low| {
+                    rows.iter_mut().enumerate().for_each(|(i, row)| bits(row, &low[i / 2], i % 2 * 4, 15));
+                });
+                if dtype == GgmlDType::Q5K {
+                    self.rows(&bytes[16..48], |rows, high| {
+                        rows.iter_mut().enumerate().for_each(|(i, row)| add_bits(row, &high[0], i, 1, 4));
+                    });
                 }
             }
             GgmlDType::Q6K => {
-                for (i, code) in self.codes.iter_mut().enumerate() {
-                    let (half, quarter, j) = (i / 128, i % 128 / 32, i % 32);
-                    let low = bytes[64 * half + quarter % 2 * 32 + j] >> (quarter / 2 * 4) & 15;
-                    let high = bytes[128 + 32 * half + j] >> (2 * quarter) & 3;
-                    *code = low | high << 4;
-                }
+                self.rows(&bytes[..192], |rows, from| {
+                    for (i, row) in rows.iter_mut().enumerate() {
+                        let (half, quarter) = (i / 4, i % 4);
+                        bits(row, &from[2 * half + quarter % 2], quarter / 2 * 4, 15);
+                        add_bits(row, &from[4 + half], 2 * quarter, 3, 4);
+                    }
+                });
                 self.scales.copy_from_slice(&bytes[192..208]);
                 self.scale = pair(208);
             }
@@ -104,10 +107,25 @@ impl CodeBlock {
     }
 
     fn pairs_of_bits(&mut self, bytes: &[u8]) {
-        for (i, code) in self.codes.iter_mut().enumerate() {
-            *code = bytes[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
-        }
+        self.rows(bytes, |rows, from| {
+            rows.iter_mut().enumerate().for_each(|(i, row)| bits(row, &from[i / 4], i % 4 * 2, 3));
+        });
     }
+
+    /// Calls `write` with the codes and these bytes, in rows of 32: then the compiler knows how long they are.
+    fn rows(&mut self, bytes: &[u8], write: impl FnOnce(&mut [[u8; 32]], &[[u8; 32]])) {
+        write(self.codes.as_chunks_mut().0, bytes.as_chunks().0);
+    }
+}
+
+/// Takes bits of each byte as a code.
+fn bits(row: &mut [u8; 32], from: &[u8; 32], shift: usize, mask: u8) {
+    row.iter_mut().zip(from).for_each(|(code, byte)| *code = byte >> shift & mask);
+}
+
+/// Adds bits of each byte to a code, from its bit `at` on.
+fn add_bits(row: &mut [u8; 32], from: &[u8; 32], shift: usize, mask: u8, at: usize) {
+    row.iter_mut().zip(from).for_each(|(code, byte)| *code |= (byte >> shift & mask) << at);
 }
 
 /// The scales of a `Q3K` block, six bits each, less 32.

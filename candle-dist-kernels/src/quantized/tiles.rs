@@ -11,7 +11,7 @@ use super::avx2::Avx2;
 #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
 use super::avx512::Avx512;
 use super::blocks::CodeBlock;
-use super::format::{self, CHUNK, COLUMNS, CodeLayout, Format, ROWS, Scales, with_format};
+use super::format::{self, CHUNK, COLUMNS, CodeLayout, Format, GROUPS, ROWS, Scales, with_format};
 use super::inputs::InputBlock;
 use super::kernel::TileProduct;
 use super::lanes::Lanes;
@@ -231,12 +231,16 @@ fn put<F: Format>(to: &mut [u8], r: usize, block: &CodeBlock) {
             }
         }
         let (groups, _) = block.codes[t * COLUMNS..][..COLUMNS].as_chunks();
-        for (group, &codes) in groups.iter().enumerate() {
-            for CodeBits { chunk, shift, bits, of_code } in places(layout, group) {
-                let to = &mut planes[chunk * CHUNK + 4 * r..][..4];
-                to.iter_mut()
-                    .zip::<[u8; 4]>(codes)
-                    .for_each(|(to, code)| *to |= (code >> of_code & mask(bits)) << shift);
+        let words: [u32; GROUPS] = std::array::from_fn(|group| u32::from_le_bytes(groups[group]));
+        for (bits, first) in [(layout.low, 0), (layout.high, layout.low)] {
+            // The four bytes of a word stay apart, as no byte gets more than eight bits.
+            let of_each = u32::from_le_bytes([mask(bits); 4]);
+            for chunk in 0..bits {
+                let groups = (chunk..GROUPS as u32).step_by(bits as usize);
+                let word = groups.enumerate().fold(0, |word, (i, group)| {
+                    word | (words[group as usize] >> first & of_each) << (bits * i as u32)
+                });
+                planes[(first + chunk) as usize * CHUNK + 4 * r..][..4].copy_from_slice(&word.to_le_bytes());
             }
         }
     }
