@@ -18,12 +18,13 @@ OPTIONS = ["--ftz=false", "--prec-sqrt=true", "--prec-div=true"]  # those of nvr
 PRELUDE, NUMBERS = "device_text/prelude.cu", "fused/numbers.cu"
 # The texts: their files, the types of their elements for which they are compiled, and whether each operation is rounded by itself.
 TEXTS = [
-    (["random/draw.cu"], [None], True),
+    (["random/words.cu", "random/draw.cu"], [None], True),
+    ([PRELUDE, NUMBERS, "random/words.cu", "fused/dropout.cu"], [None], True),
     (["device_rows/rows.cu"], [None], True),
     ([PRELUDE, "attention/attend.cu", "attention/tensor.cu"], ["float", "f16", "bf16"], False),
     ([PRELUDE, "attention/decode.cu"], ["float", "f16", "bf16"], False),
-    *(([PRELUDE, NUMBERS, f"fused/{name}.cu"], [None], False) for name in ["norms", "functions", "softmax", "cross_entropy"]),
-    *(([PRELUDE, NUMBERS, f"fused/{name}.cu"], [None], True) for name in ["rope", "put", "adam_w", "strips", "largest"]),
+    *(([PRELUDE, NUMBERS, f"fused/{name}.cu"], [None], False) for name in ["norms", "functions", "softmax", "cross_entropy", "largest"]),
+    *(([PRELUDE, NUMBERS, f"fused/{name}.cu"], [None], True) for name in ["rope", "put", "adam_w", "strips"]),
 ]
 ROUNDED = re.compile(r"(?:add|sub|mul|div|sqrt)\.rn\.f(?:32|64)")
 

@@ -91,6 +91,7 @@ pub use embedding::embedding;
 pub use embedding_bag::{BagMode, Bags, embedding_bag};
 pub use flash_attn::flash_attn;
 pub use function::gelu_erf;
+pub use fused::candidates::RowCandidates;
 pub use fused::largest::LargestNumber;
 pub use grouped_linear::grouped_linear;
 pub use layer_norm::layer_norm;
@@ -130,6 +131,8 @@ pub mod parts {
     pub use crate::function::Function;
     pub use crate::fused::KernelText;
     pub use crate::fused::adam_w::AdamWUpdate;
+    pub use crate::fused::candidates::{RowPiece, candidate_keys};
+    pub use crate::fused::dropout::dropout;
     pub use crate::fused::emulated::{HostArgument, HostLaunch, HostRunner, with_kernels_on_host};
     pub use crate::fused::largest::{largest_keys, parts_of_row};
     pub use crate::fused::put::set_both;

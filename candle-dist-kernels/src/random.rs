@@ -38,6 +38,7 @@ use rand_core::RngCore;
 pub use self::distribution::Distribution;
 pub use self::draws::{Draws, RandomLayer};
 use self::grid::ElementGrid;
+pub(crate) use self::launch::DrawLaunch;
 pub use self::stream::Stream;
 use crate::parallel;
 

@@ -3,15 +3,14 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use candle_core::Tensor;
 use candle_dist::RankContext;
-use candle_shard::kernels::LargestNumber;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
 use crate::engine::{Engine, ModelOptions, Purpose};
 use crate::files::Files;
 use crate::generate::Stop;
+use crate::pass::{RowNumbers, TokenBasis};
 use crate::sample::{Sampler, Sampling};
 use crate::scheduler::{Scheduler, SlotText};
 use crate::tokens;
@@ -122,14 +121,6 @@ pub struct BatchOutput {
     pub bytes: usize,
 }
 
-/// What the tokens of a pass are chosen by.
-enum ChosenBy {
-    /// The logits of its rows.
-    Logits(Tensor),
-    /// The largest of each row.
-    Largest(Vec<LargestNumber>),
-}
-
 /// Continues all prompts of a batch, on all ranks in `stages` stages. Every rank calls it.
 ///
 /// A pass of the model computes the new tokens of all slots: prompts of texts that begin, and one token of each other
@@ -154,8 +145,6 @@ pub fn run(
     let mut scheduler = Scheduler::new(&files.config, batch.slots(), room, MOST_NEW);
     let mut texts: Vec<(Vec<u32>, Stop)> = vec![(Vec::new(), Stop::Length); batch.requests.len()];
     let mut passes = 0;
-    // All texts of a batch are sampled alike.
-    let takes_largest = Sampler::new(batch.sampling).takes_largest();
     loop {
         while scheduler.has_room(0)
             && let Some((place, Request { prompt, most })) = waiting.next()
@@ -169,22 +158,27 @@ pub fn run(
         if plan.step.is_empty() {
             break;
         }
-        let chosen = match takes_largest {
-            true => ChosenBy::Largest(engine.largest(&plan.step)?),
-            false => ChosenBy::Logits(engine.step(&plan.step)?),
+        let mut bases = vec![TokenBasis::Largest; plan.step.rows()];
+        for rows in &plan.rows {
+            if let Some((_, writing)) = scheduler.carried(rows.slot) {
+                bases[rows.first] = writing.basis();
+            }
+        }
+        let is_decided = |read: &RowNumbers| {
+            plan.rows.iter().all(|rows| {
+                let text = scheduler.carried(rows.slot);
+                text.is_none_or(|(_, writing)| {
+                    read.row(rows.first).is_ok_and(|row| writing.is_decided_by(row))
+                })
+            })
         };
+        let read = engine.pass(&plan.step)?.read(&bases, is_decided)?;
         passes += 1;
         for rows in &plan.rows {
             let Some(((place, writing), _)) = scheduler.text(rows.slot) else { continue };
             let place = *place;
             let told = |token| show(BatchEvent::Token(place, token));
-            let stop = match &chosen {
-                ChosenBy::Logits(logits) => writing.next(&logits.get(rows.first)?, &files.ends, told),
-                ChosenBy::Largest(largest) => {
-                    let largest = largest.get(rows.first).context("too few rows of a pass")?;
-                    writing.next_largest(*largest, &files.ends, told)
-                }
-            };
+            let stop = writing.next(read.row(rows.first)?, &files.ends, told);
             let stop = stop.with_context(|| format!("prompt {}", place + 1))?;
             match (stop, writing.tokens.last().copied()) {
                 (None, Some(token)) => scheduler.write(rows.slot, token),

@@ -7,13 +7,13 @@ use anyhow::{Result, bail, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup, RankContext};
 use candle_pipe::StageLayout;
-use candle_shard::kernels::LargestNumber;
 use candle_shard::nn::MeshVarBuilder;
 use candle_shard::parallel::{Plan, Shares};
 
 use crate::cache::Cache;
 use crate::files::Files;
 use crate::model::Decoder;
+use crate::pass::{PassBasis, PassLogits, RowNumbers};
 use crate::staged::{DecoderPurpose, StagedDecoder};
 use crate::step::DecodeStep;
 use crate::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
@@ -117,6 +117,10 @@ pub struct Engine {
     /// The ranks at this one's place in all replicas, if there are several.
     replicas: Option<ProcessGroup>,
     vocab_size: usize,
+    /// Whether this is rank 0.
+    is_first: bool,
+    /// The rows of the last step of each replica, and the logits of this one's, until the next step.
+    passed: (Vec<usize>, Option<PassLogits>),
     /// The seconds in which this rank's part was read.
     pub load: f64,
     /// The parameters that this rank holds as floats.
@@ -222,6 +226,8 @@ impl Engine {
             alike,
             replicas,
             vocab_size: config.vocab_size,
+            is_first: ctx.rank() == 0,
+            passed: (Vec::new(), None),
             load: began.elapsed().as_secs_f64(),
             parameters,
             bytes,
@@ -238,6 +244,8 @@ impl Engine {
             alike,
             replicas: None,
             vocab_size,
+            is_first: true,
+            passed: (Vec::new(), None),
             load: 0.0,
             parameters: 0,
             bytes: 0,
@@ -250,59 +258,83 @@ impl Engine {
     /// # Errors
     /// Those of the model.
     pub fn step(&mut self, step: &DecodeStep) -> Result<Tensor> {
-        let logits = match &mut self.model {
-            EngineModel::Whole(model, slots) => model.step(step, slots)?,
-            EngineModel::Staged(model) => model.step(step)?,
-        };
-        self.alike(logits)
+        self.pass(step)?.all()
     }
 
-    /// The largest of the [logits](Self::step) of each row. The logits stay on their devices.
+    /// The [logits](Self::step), which stay on their devices.
     ///
     /// # Errors
     /// Those of the model.
-    pub(crate) fn largest(&mut self, step: &DecodeStep) -> Result<Vec<LargestNumber>> {
-        let keys = match &mut self.model {
-            EngineModel::Whole(model, slots) => model.step_largest(step, slots)?,
-            EngineModel::Staged(model) => LargestNumber::keys(&model.step(step)?)?,
-        };
-        Ok(LargestNumber::of_keys(&self.alike(keys)?)?)
-    }
-
-    /// What the first rank has, if ranks compute the same by themselves.
-    fn alike(&self, x: Tensor) -> Result<Tensor> {
-        // Unlike processors round unlike, and ranks that choose other tokens have other texts from then on.
-        Ok(match &self.alike {
-            Some(all) => all.broadcast(&x, 0)?,
-            None => x,
+    pub(crate) fn pass(&mut self, step: &DecodeStep) -> Result<PassLogits> {
+        let alike = self.alike.clone();
+        Ok(match &mut self.model {
+            EngineModel::Whole(model, slots) => PassLogits::cut(model.step_logits(step, slots)?, alike),
+            EngineModel::Staged(model) => PassLogits::whole(model.step(step)?, alike),
         })
     }
 
-    /// The logits that are wanted of the steps of all replicas, one replica's behind another's, on rank 0;
-    /// `None` on others. Each replica computes its own step. Every rank calls it with all of them.
+    /// What is read of the logits of the steps of all replicas, one replica's behind another's, on rank 0; `None` on others. Each replica
+    /// computes its own step. Every rank calls it with all of them.
     ///
     /// # Errors
     /// Those of the model and of the group; if there are not as many steps as replicas.
-    pub(crate) fn step_of_each(&mut self, steps: &[DecodeStep]) -> Result<Option<Tensor>> {
+    pub(crate) fn step_of_each(
+        &mut self,
+        steps: &[DecodeStep],
+        basis: &PassBasis,
+    ) -> Result<Option<RowNumbers>> {
         let replica = self.replicas.as_ref().map_or(0, ProcessGroup::rank);
-        let replicas = self.replicas.as_ref().map_or(1, ProcessGroup::size);
+        let replicas = self.replicas();
         ensure!(steps.len() == replicas, "{} steps for {replicas} replicas", steps.len());
         let own = &steps[replica];
-        let logits = if own.is_empty() { None } else { Some(self.step(own)?.to_dtype(DType::F32)?) };
-        let Some(group) = &self.replicas else { return Ok(logits) };
+        self.passed = (Vec::new(), None);
+        let logits = if own.is_empty() { None } else { Some(self.pass(own)?) };
+        self.passed = (steps.iter().map(DecodeStep::wanted).collect(), logits);
+        self.read_of_each(basis)
+    }
+
+    /// How many replicas of the model there are.
+    fn replicas(&self) -> usize {
+        self.replicas.as_ref().map_or(1, ProcessGroup::size)
+    }
+
+    /// What is read of the logits of the last [steps](Self::step_of_each). Several replicas read no candidates.
+    ///
+    /// # Errors
+    /// Those of the group.
+    pub(crate) fn read_of_each(&self, basis: &PassBasis) -> Result<Option<RowNumbers>> {
+        let (wanted, logits) = &self.passed;
+        if wanted.iter().all(|&rows| rows == 0) {
+            return Ok(None);
+        }
+        let read = |numbers: Tensor| Ok(Some(RowNumbers::read(&numbers, basis)?));
+        let is_needed =
+            |logits: &&PassLogits| self.is_first || self.replicas.is_some() || logits.are_shared();
+        let numbers = logits.as_ref().filter(is_needed).map(|logits| logits.numbers(basis)).transpose()?;
+        // Only rank 0 reads.
+        let Some(group) = &self.replicas else {
+            return if self.is_first { numbers.map_or(Ok(None), read) } else { Ok(None) };
+        };
         // The first ranks of all replicas bring them together.
         if group.ranks()[0] != 0 {
             return Ok(None);
         }
-        let wanted: Vec<usize> = steps.iter().map(DecodeStep::wanted).collect();
         if wanted[1..].iter().all(|&rows| rows == 0) {
-            return Ok(logits.filter(|_| replica == 0));
+            return numbers.filter(|_| group.rank() == 0).map_or(Ok(None), read);
         }
-        let mine = match logits {
-            Some(logits) if wanted[replica] > 0 => logits,
-            _ => Tensor::zeros((0, self.vocab_size), DType::F32, &self.device)?,
+        let (width, dtype) = match basis {
+            PassBasis::All => (self.vocab_size, DType::F32),
+            PassBasis::Largest => (1, DType::I64),
+            PassBasis::Candidates(_) => bail!("candidates of several replicas are not read"),
         };
-        Ok(group.gather(&mine, 0, &wanted, 0)?)
+        let mine = match numbers {
+            Some(numbers) if wanted[group.rank()] > 0 => match basis {
+                PassBasis::Largest => numbers.max_keepdim(1)?,
+                _ => numbers.to_dtype(dtype)?,
+            },
+            _ => Tensor::zeros((0, width), dtype, &self.device)?,
+        };
+        group.gather(&mine, 0, wanted, 0)?.map_or(Ok(None), read)
     }
 
     /// The sum of the losses of `targets`, which follow the last of `tokens`.

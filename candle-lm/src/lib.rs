@@ -30,6 +30,7 @@ pub mod memory;
 mod mlx;
 pub mod model;
 mod norm;
+mod pass;
 mod projection;
 pub mod random_model;
 mod rope;

@@ -208,15 +208,11 @@ impl Decoder {
         self.step_logits(step, slots)?.full_tensor()
     }
 
-    /// The largest of the [logits](Self::step) of each row, as [`DTensor::largest_keys`] tells them. No rank gets those of others.
+    /// The [logits](Self::step), which lie as the plan says.
     ///
     /// # Errors
     /// Those of [`step`](Self::step).
-    pub(crate) fn step_largest(&self, step: &DecodeStep, slots: &mut [Cache]) -> Result<Tensor> {
-        self.step_logits(step, slots)?.largest_keys()
-    }
-
-    fn step_logits(&self, step: &DecodeStep, slots: &mut [Cache]) -> Result<DTensor> {
+    pub(crate) fn step_logits(&self, step: &DecodeStep, slots: &mut [Cache]) -> Result<DTensor> {
         let tokens = self.everywhere(&step.tokens(self.device())?)?;
         let h = step.adapters().run(|| self.hidden(&tokens, Some((slots, step.spans()))))?;
         let h = wanted_rows(&h, step.spans())?;

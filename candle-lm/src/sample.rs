@@ -2,13 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use anyhow::{Error, Result, anyhow};
+use anyhow::{Context, Error, Result, anyhow};
 use candle_core::{DType, Tensor};
-use candle_shard::kernels::LargestNumber;
+use candle_shard::kernels::{LargestNumber, RowCandidates};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
 use crate::error::{InputResult, require};
+use crate::pass::{RowBasis, TokenBasis};
 
 /// How tokens are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -99,11 +100,21 @@ impl Sampler {
         sampler
     }
 
-    /// Whether the next token is the one with the largest logit, whatever was there before.
-    pub(crate) fn takes_largest(&self) -> bool {
-        let Sampling { temperature, repetition_penalty, presence_penalty, frequency_penalty, .. } =
-            self.sampling;
-        temperature <= 0.0 && (repetition_penalty, presence_penalty, frequency_penalty) == (1.0, 0.0, 0.0)
+    /// What the next token is chosen by, whatever was there before.
+    pub(crate) fn basis(&self) -> TokenBasis {
+        let Sampling { temperature, top_p, top_k, min_p, .. } = self.sampling;
+        let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = self.sampling;
+        if (repetition_penalty, presence_penalty, frequency_penalty) != (1.0, 0.0, 0.0) {
+            return TokenBasis::All;
+        }
+        match top_k {
+            _ if temperature <= 0.0 => TokenBasis::Largest,
+            // More are mostly there, too: so many are told of each part of the vocabulary.
+            1.. if top_k <= 8 * RowCandidates::LEAST => TokenBasis::Candidates(0.0),
+            0 if top_p < 1.0 => TokenBasis::Candidates(temperature),
+            0 if min_p > 0.0 => TokenBasis::Candidates(0.0),
+            _ => TokenBasis::All,
+        }
     }
 
     /// Takes note of tokens that were there before.
@@ -155,14 +166,86 @@ impl Sampler {
         if self.sampling.temperature <= 0.0 {
             return Ok(best as u32);
         }
-        let most = f64::from(most);
-        let weight = |&logit: &f32| ((f64::from(logit) - most) / self.sampling.temperature).exp();
-        let weights = (0..).zip(logits.iter().map(weight));
+        let weights = (0..).zip(logits.iter().map(|&logit| self.weight(logit, most)));
         // What a grammar forbids, or is far too unlikely, has no weight.
+        let weights: Vec<(u32, f64)> = weights.filter(|&(_, weight)| weight > 0.0).collect();
+        let total = weights.iter().map(|(_, weight)| weight).sum();
+        let kept = self.kept(weights, total);
+        Ok(self.draw(&kept))
+    }
+
+    /// A token by what was read of its logits.
+    ///
+    /// # Errors
+    /// Those of [`next`](Self::next); if it is not [decided](Self::is_decided_by).
+    pub(crate) fn choose_by(&mut self, read: RowBasis<'_>) -> Result<u32> {
+        let row = match read {
+            RowBasis::All(logits) => return self.choose(logits.to_vec()),
+            RowBasis::Largest(largest) => return checked(largest),
+            RowBasis::Candidates(row) => row,
+        };
+        let likeliest = checked(*row.numbers.first().context("no logits")?)?;
+        if self.sampling.temperature <= 0.0 {
+            return Ok(likeliest);
+        }
+        let kept = self.kept_of(row).context("too few of the logits were read")?;
+        Ok(self.draw(&kept))
+    }
+
+    /// Whether what was read of the logits decides the next token, or that there is none.
+    pub(crate) fn is_decided_by(&self, read: RowBasis<'_>) -> bool {
+        match read {
+            RowBasis::Candidates(row) => {
+                let is_wrong = row.numbers.first().is_none_or(|&largest| checked(largest).is_err());
+                is_wrong || self.sampling.temperature <= 0.0 || self.kept_of(row).is_some()
+            }
+            RowBasis::Largest(_) | RowBasis::All(_) => true,
+        }
+    }
+
+    /// The weight of a token, if that of the likeliest is 1.
+    fn weight(&self, logit: f32, most: f32) -> f64 {
+        ((f64::from(logit) - f64::from(most)) / self.sampling.temperature).exp()
+    }
+
+    /// The tokens that one is drawn from, as [`kept`](Self::kept) has them of all tokens; `None` if the candidates do not tell.
+    fn kept_of(&self, row: &RowCandidates) -> Option<Vec<(u32, f64)>> {
+        /// How far the sum of all weights may be off, with the host's own sums.
+        const OFF: f64 = 1e-9;
+        let most = row.numbers.first()?.value;
+        let weights = row.numbers.iter().map(|number| (number.place, self.weight(number.value, most)));
         let mut weights: Vec<(u32, f64)> = weights.filter(|&(_, weight)| weight > 0.0).collect();
+        // No other token has more.
+        let rest = row.rest.map_or(0.0, |rest| self.weight(rest, most));
+        let Sampling { top_p, top_k, min_p, .. } = self.sampling;
+        let mut total = row.sum;
+        sort(&mut weights);
+        // The last one that is kept, and those as likely, must be before all others.
+        let is_before = |last: Option<&(u32, f64)>| last.is_some_and(|&(_, weight)| weight > rest);
+        let is_known = match top_k {
+            _ if rest == 0.0 => {
+                weights.sort_unstable_by_key(|&(token, _)| token);
+                total = weights.iter().map(|(_, weight)| weight).sum();
+                true
+            }
+            1.. => is_before(weights.get(top_k - 1)),
+            0 if top_p < 1.0 => {
+                let [low, high] = [1.0 - OFF, 1.0 + OFF].map(|off| within(&weights, top_p * total * off));
+                total > 0.0 && low == high && is_before(weights.get(low))
+            }
+            0 => {
+                weights.retain(|&(_, weight)| weight >= min_p);
+                weights.sort_unstable_by_key(|&(token, _)| token);
+                min_p > rest
+            }
+        };
+        is_known.then(|| self.kept(weights, total))
+    }
+
+    /// The tokens that one is drawn from, of those with a weight, the first token first, whose sum is `total`.
+    fn kept(&self, mut weights: Vec<(u32, f64)>, mut total: f64) -> Vec<(u32, f64)> {
         let Sampling { top_p, top_k, min_p, .. } = self.sampling;
         let top_k = if top_k < weights.len() { top_k } else { 0 };
-        let mut total: f64 = weights.iter().map(|(_, weight)| weight).sum();
         if top_p < 1.0 || top_k > 0 {
             sort_most(&mut weights, |most| match top_k {
                 0 => most.iter().map(|(_, weight)| weight).sum::<f64>() >= top_p * total,
@@ -178,10 +261,15 @@ impl Sampler {
         }
         // The weight of the likeliest token is 1.
         weights.retain(|&(_, weight)| weight >= min_p);
+        weights
+    }
+
+    /// One of the tokens, as often as it is likely.
+    fn draw(&mut self, weights: &[(u32, f64)]) -> u32 {
         let kept: f64 = weights.iter().map(|(_, weight)| weight).sum();
         // 53 random bits: a number in [0, 1).
         let draw = (self.rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64 * kept;
-        Ok(weights.get(within(&weights, draw)).or(weights.last()).map_or(0, |&(token, _)| token))
+        weights.get(within(weights, draw)).or(weights.last()).map_or(0, |&(token, _)| token)
     }
 }
 
@@ -197,6 +285,11 @@ fn sort_most(weights: &mut Vec<(u32, f64)>, enough: impl Fn(&[(u32, f64)]) -> bo
         }
         least /= 1024.0;
     }
+    sort(weights);
+}
+
+/// Puts the likeliest token first, and of equally likely ones the one with the least number.
+fn sort(weights: &mut [(u32, f64)]) {
     weights.sort_by(|(a, x), (b, y)| y.total_cmp(x).then(a.cmp(b)));
 }
 
@@ -254,129 +347,4 @@ fn within(weights: &[(u32, f64)], sum: f64) -> usize {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
-mod tests {
-    use super::{LargestNumber, Sampler, Sampling, checked, sort_most};
-    use candle_core::{Device, Tensor};
-    use std::collections::BTreeSet;
-
-    fn drawn(temperature: f64, top_p: f64) -> Vec<u32> {
-        let logits = Tensor::new(&[0f32, 2.0, 1.0, f32::NEG_INFINITY], &Device::Cpu).unwrap();
-        let mut sampler = Sampler::new(Sampling { temperature, top_p, seed: 1, ..Sampling::default() });
-        (0..2000).map(|_| sampler.next(&logits).unwrap()).collect()
-    }
-
-    #[test]
-    fn logits_that_are_no_numbers_are_an_error_and_no_token() {
-        let (nan, inf) = (f32::NAN, f32::INFINITY);
-        let cases = [
-            ([0.0, nan, 1.0], "the logit of token 1 is NaN"),
-            ([0.0, 1.0, inf], "the logit of token 2 is inf"),
-            ([-inf; 3], "none of the logits"),
-        ];
-        for temperature in [0.0, 1.0] {
-            for (logits, want) in &cases {
-                let logits = Tensor::new(logits, &Device::Cpu).unwrap();
-                let mut sampler =
-                    Sampler::new(Sampling { temperature, top_p: 0.9, seed: 1, ..Sampling::default() });
-                let said = sampler.next(&logits).unwrap_err().to_string();
-                assert!(said.contains(want), "{said}");
-                let keys = LargestNumber::keys(&logits.unsqueeze(0).unwrap()).unwrap();
-                let largest = LargestNumber::of_keys(&keys).unwrap()[0];
-                assert_eq!(checked(largest).unwrap_err().to_string(), said);
-            }
-        }
-    }
-
-    #[test]
-    fn few_tokens_likely_ones_and_new_ones_are_drawn() {
-        let drawn = |sampling: Sampling, seen: &[u32]| {
-            let logits = Tensor::new(&[0f32, 2.0, 1.0, 1.0, -1.0], &Device::Cpu).unwrap();
-            let mut sampler = Sampler::new(Sampling { temperature: 1.0, seed: 3, ..sampling });
-            sampler.see(seen);
-            (0..500).map(|_| sampler.next(&logits).unwrap()).collect::<BTreeSet<u32>>()
-        };
-        let base = Sampling::default();
-        assert_eq!(drawn(base, &[]).len(), 5);
-        assert_eq!(drawn(Sampling { top_k: 1, ..base }, &[]), [1].into());
-        // The third is as likely as the second.
-        assert_eq!(drawn(Sampling { top_k: 2, ..base }, &[]), [1, 2, 3].into());
-        assert_eq!(drawn(Sampling { top_k: 9, ..base }, &[]).len(), 5);
-        // e⁻¹ is 0.37 of the likeliest, and e⁻² 0.14.
-        assert_eq!(drawn(Sampling { min_p: 0.3, ..base }, &[]), [1, 2, 3].into());
-        assert_eq!(drawn(Sampling { min_p: 0.1, ..base }, &[]), [0, 1, 2, 3].into());
-        let penalty = Sampling { repetition_penalty: 1000.0, top_k: 1, ..base };
-        assert_eq!(drawn(penalty, &[1]), [2, 3].into());
-        // A negative logit becomes smaller.
-        assert_eq!(drawn(Sampling { top_k: 4, ..penalty }, &[4]), [0, 1, 2, 3].into());
-    }
-
-    #[test]
-    fn tokens_that_were_written_lose_by_their_number() {
-        let logits = Tensor::new(&[0f32, 2.0, 1.4, 1.0], &Device::Cpu).unwrap();
-        let base = Sampling { presence_penalty: 0.5, ..Sampling::default() };
-        let written = |sampling: Sampling| {
-            let mut sampler = Sampler::new(sampling);
-            sampler.see(&[1, 2]); // a prompt does not count
-            let mut next = || {
-                let token = sampler.next(&logits).unwrap();
-                sampler.wrote(token);
-                token
-            };
-            [next(), next(), next(), next()]
-        };
-        assert_eq!(written(Sampling::default()), [1, 1, 1, 1]);
-        assert_eq!(written(base), [1, 1, 1, 1]);
-        assert_eq!(written(Sampling { presence_penalty: 0.8, ..base }), [1, 2, 1, 1]);
-        let frequency = Sampling { presence_penalty: 0.0, frequency_penalty: 0.5, ..base };
-        // 2, 1.5, then 1.4 and 1, then 0.9.
-        assert_eq!(written(frequency), [1, 1, 2, 1]);
-        assert_eq!(written(Sampling { frequency_penalty: -1.0, ..frequency }), [1, 1, 1, 1]);
-    }
-
-    #[test]
-    fn the_likeliest_tokens_are_found_among_very_many() {
-        let of = |i: usize| -((i * 7919 % 5003) as f64) / 50.0;
-        let weights: Vec<(u32, f64)> = (0..5003).map(|i| (i as u32, of(i).exp())).collect();
-        let mut sorted = weights.clone();
-        sorted.sort_by(|(a, x), (b, y)| y.total_cmp(x).then(a.cmp(b)));
-        for count in [1, 10, 400, 4000, 5003, 6000] {
-            let mut most = weights.clone();
-            sort_most(&mut most, |most| most.len() >= count);
-            assert!(most.len() >= count.min(5003) && most[..] == sorted[..most.len()], "{count}");
-            assert!(count > 10 || most.len() < 1000, "{count}: {}", most.len());
-        }
-    }
-
-    #[test]
-    fn a_top_k_above_the_tokens_that_may_follow_takes_all_of_them_and_no_other() {
-        let mut logits = vec![f32::NEG_INFINITY; 300_000];
-        (0..3).for_each(|i| logits[i * 100_000] = i as f32);
-        let logits = Tensor::new(logits, &Device::Cpu).unwrap();
-        for top_k in [3, 50, 300_000, usize::MAX] {
-            let sampling = Sampling { temperature: 1.0, top_k, seed: 1, ..Sampling::default() };
-            let mut sampler = Sampler::new(sampling);
-            let drawn: BTreeSet<u32> = (0..50).map(|_| sampler.next(&logits).unwrap()).collect();
-            assert_eq!(drawn, [0, 100_000, 200_000].into(), "{top_k}");
-        }
-    }
-
-    #[test]
-    fn without_temperature_the_most_likely_token_is_taken() {
-        assert!(drawn(0.0, 1.0).iter().all(|&token| token == 1));
-        assert!(drawn(1.0, 0.0).iter().all(|&token| token == 1));
-    }
-
-    #[test]
-    fn tokens_come_as_often_as_they_are_likely() {
-        let share =
-            |tokens: &[u32], of: u32| tokens.iter().filter(|&&token| token == of).count() as f64 / 2000.0;
-        let all = drawn(1.0, 1.0);
-        for (token, probability) in [(0, 0.090), (1, 0.665), (2, 0.245), (3, 0.0)] {
-            assert!((share(&all, token) - probability).abs() < 0.04, "{token}");
-        }
-        // The two most likely have nine tenths.
-        let most = drawn(1.0, 0.9);
-        assert_eq!(share(&most, 0), 0.0);
-        assert!((share(&most, 2) - 0.269).abs() < 0.04);
-    }
-}
+mod tests;

@@ -3,13 +3,14 @@
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use candle_dist::RankContext;
 
 use crate::config::Config;
 use crate::engine::{Engine, Purpose};
 use crate::files::Files;
 use crate::generate::{Completion, Stop, Task};
+use crate::pass::{RowNumbers, TokenBasis};
 use crate::sample::Sampler;
 use crate::step::DecodeStep;
 use crate::writing::TextWriter;
@@ -133,19 +134,12 @@ impl Session {
             show(token)
         };
         // Of the first token, other logits are told, too.
-        let stop = if !writing.tokens.is_empty() && writing.takes_largest() {
-            let largest = self.engine.largest(&step)?;
-            self.read.extend(new);
-            writing.next_largest(
-                largest.first().copied().context("a step without logits")?,
-                &self.ends,
-                show,
-            )?
-        } else {
-            let logits = self.engine.step(&step)?.squeeze(0)?;
-            self.read.extend(new);
-            writing.next(&logits, &self.ends, show)?
-        };
+        let basis = if writing.tokens.is_empty() { TokenBasis::All } else { writing.basis() };
+        let logits = self.engine.pass(&step)?;
+        let is_decided = |read: &RowNumbers| read.row(0).is_ok_and(|row| writing.is_decided_by(row));
+        let read = logits.read(&[basis], is_decided)?;
+        self.read.extend(new);
+        let stop = writing.next(read.row(0)?, &self.ends, show)?;
         draft.stop = stop;
         draft.first.get_or_insert_with(|| draft.began.elapsed().as_secs_f64());
         Ok(())

@@ -3,11 +3,10 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Context, Result};
-use candle_core::{DType, Tensor};
-use candle_shard::kernels::LargestNumber;
 
 use crate::generate::Stop;
-use crate::sample::{Sampler, checked};
+use crate::pass::{RowBasis, TokenBasis};
+use crate::sample::Sampler;
 
 /// A text that is being written, token by token.
 #[derive(Debug)]
@@ -40,53 +39,43 @@ impl TextWriter {
         }
     }
 
-    /// Takes the next token by its logits `[vocabulary]`, and returns why the text ends, if it does. `show` gets the token,
-    /// and returns false if a text ends there.
+    /// Takes the next token by what was read of its logits, and returns why the text ends, if it does. `show` gets the token, and returns
+    /// false if a text ends there.
     ///
     /// # Errors
     /// If the logits are no numbers; those of `show`.
     pub(crate) fn next(
         &mut self,
-        logits: &Tensor,
+        read: RowBasis<'_>,
         ends: &BTreeSet<u32>,
         show: impl FnOnce(u32) -> Result<bool>,
     ) -> Result<Option<Stop>> {
-        let logits = logits.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-        let told = if self.tokens.is_empty() { top(&logits, TOP) } else { Vec::new() };
-        let token = self.choose(logits)?;
-        if self.tokens.is_empty() {
-            self.logits_top = told;
+        let token = self.choose(read)?;
+        if let RowBasis::All(logits) = read
+            && self.tokens.is_empty()
+        {
+            self.logits_top = top(logits, TOP);
         }
         self.take(token, ends, show)
     }
 
-    /// Whether the next token is the one with the largest logit.
-    pub(crate) fn takes_largest(&self) -> bool {
-        self.sampler.takes_largest()
+    /// What the next token is chosen by.
+    pub(crate) fn basis(&self) -> TokenBasis {
+        self.sampler.basis()
     }
 
-    /// Takes the next token as [`next`](Self::next) does, by the largest of its logits alone.
-    ///
-    /// # Errors
-    /// Those of [`next`](Self::next).
-    pub(crate) fn next_largest(
-        &mut self,
-        largest: LargestNumber,
-        ends: &BTreeSet<u32>,
-        show: impl FnOnce(u32) -> Result<bool>,
-    ) -> Result<Option<Stop>> {
-        let at = self.prompt + self.tokens.len();
-        let token = checked(largest).with_context(|| format!("the token at position {at}"))?;
-        self.take(token, ends, show)
+    /// Whether what was read of the logits decides the next token.
+    pub(crate) fn is_decided_by(&self, read: RowBasis<'_>) -> bool {
+        self.sampler.is_decided_by(read)
     }
 
-    /// Chooses the next token by its logits.
+    /// Chooses the next token by what was read of its logits.
     ///
     /// # Errors
     /// If the logits are no numbers.
-    pub(crate) fn choose(&mut self, logits: Vec<f32>) -> Result<u32> {
+    pub(crate) fn choose(&mut self, read: RowBasis<'_>) -> Result<u32> {
         let at = self.prompt + self.tokens.len();
-        self.sampler.choose(logits).with_context(|| format!("the token at position {at}"))
+        self.sampler.choose_by(read).with_context(|| format!("the token at position {at}"))
     }
 
     /// Takes the next token, and returns why the text ends, if it does.

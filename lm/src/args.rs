@@ -12,7 +12,7 @@ use candle_shard::parallel::Shares;
 use candle_shard::regular;
 use clap::{ArgMatches, Parser};
 use examples::cli::{Checked, UsageError, require};
-use examples::launch::{BackendName, Launched, Patience, local_size};
+use examples::launch::{BackendName, Launched, Patience, ProductPrecision, local_size};
 
 use crate::adapters::AdapterArgs;
 use crate::batch::args::BatchArgs;
@@ -97,6 +97,10 @@ pub struct Args {
     /// How long ranks wait.
     #[command(flatten)]
     pub patience: Patience,
+
+    /// How exact products are.
+    #[command(flatten)]
+    pub precision: ProductPrecision,
 
     /// The text to continue [default: stdin unless it is a terminal, else "Once upon a time"]
     #[arg(long, value_name = "TEXT", help_heading = "Text")]
@@ -202,6 +206,10 @@ impl Launched for Args {
 
     fn patience(&self) -> Patience {
         self.patience
+    }
+
+    fn precision(&self) -> ProductPrecision {
+        self.precision
     }
 
     fn threads(&self) -> Option<usize> {

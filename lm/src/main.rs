@@ -97,7 +97,7 @@ fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     let written = loaded(args, ranks, &files, write)?;
     let Some((text, written)) = written.flatten() else { return Ok(true) };
     let report = Report::new(format!("{shown}{text}"), &task, &written);
-    writeln!(output.screen(), "\n\n{report}")?;
+    writeln!(output.screen(), "\n\n{report}{}", args.precision.said())?;
     output.write_json(&report)?;
     Ok(true)
 }

@@ -4,7 +4,7 @@ use candle_core::{DType, Shape, Tensor};
 
 /// The texts of the kernels: what they share, and each text.
 macro_rules! texts {
-    ($($text:ident = $file:literal;)*) => {
+    ($($text:ident = $file:literal $(behind $before:literal)?;)*) => {
         /// A text of kernels.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum KernelText {
@@ -24,6 +24,7 @@ macro_rules! texts {
             pub const fn source(self) -> &'static str {
                 match self { $(Self::$text => concat!(
                     with_prelude!("fused/numbers.cu"),
+                    $(include_str!($before),)?
                     include_str!($file)
                 ),)* }
             }
@@ -41,6 +42,7 @@ texts! {
     AdamW = "adam_w.cu";
     Strips = "strips.cu";
     Largest = "largest.cu";
+    Dropout = "dropout.cu" behind "../random/words.cu";
 }
 
 /// A number that a kernel gets.

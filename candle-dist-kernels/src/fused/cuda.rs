@@ -25,7 +25,7 @@ pub(super) fn kernels(text: KernelText) -> &'static Kernels {
     }
     // Optimizers have the bits of the host.
     each!(Norms: Fused, Rope: Single, Put: Single, Functions: Fused, Softmax: Fused, CrossEntropy: Fused, AdamW: Single, Strips: Single,
-        Largest: Single)
+        Largest: Fused, Dropout: Single)
 }
 
 /// The bytes of a tensor from its first element on.

@@ -18,7 +18,7 @@ pub struct LargestNumber {
 
 impl LargestNumber {
     /// The integer of a number: the larger one has the larger number, or of equal ones the earlier. See `largest.cu`.
-    fn key(self) -> i64 {
+    pub(super) fn key(self) -> i64 {
         let Self { place, value } = self;
         let bits = (value + 0.0).to_bits() as i32;
         let order = match bits {
@@ -30,7 +30,7 @@ impl LargestNumber {
     }
 
     /// The number that has this integer.
-    fn of_key(key: i64) -> Self {
+    pub(super) fn of_key(key: i64) -> Self {
         if key == i64::MIN {
             return Self { place: 0, value: f32::NEG_INFINITY };
         }

@@ -4,9 +4,11 @@
 //! `CANDLE_DIST_COMPOSED=1` the ops are composed of candle's operations there, as on other devices.
 pub(crate) mod adam_w;
 mod call;
+pub(crate) mod candidates;
 pub(crate) mod cross_entropy;
 #[cfg(feature = "cuda")]
 mod cuda;
+pub(crate) mod dropout;
 pub(crate) mod emulated;
 pub(crate) mod function;
 pub(crate) mod largest;

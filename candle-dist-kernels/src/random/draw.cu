@@ -3,37 +3,9 @@
 // Additions and products must be rounded one by one, so this text is compiled without fused multiply-add. Logarithm and
 // cosine are those of the crate libm on the few numbers that occur: (0, 1] and [0, 2 pi]. There they consist of operations
 // that IEEE 754 rounds alike everywhere. A test compiles the same text for the host and compares all of it with the host's.
+// It stands behind words.cu.
 
-typedef unsigned int word;
-typedef unsigned long long wide;
-
-// One block of ChaCha with 8 rounds: the seed is the key, the stream is the nonce.
-__device__ word turn_left(word x, int bits) { return (x << bits) | (x >> (32 - bits)); }
-
-__device__ void quarter_round(word* x, int a, int b, int c, int d) {
-  x[a] += x[b], x[d] = turn_left(x[d] ^ x[a], 16);
-  x[c] += x[d], x[b] = turn_left(x[b] ^ x[c], 12);
-  x[a] += x[b], x[d] = turn_left(x[d] ^ x[a], 8);
-  x[c] += x[d], x[b] = turn_left(x[b] ^ x[c], 7);
-}
-
-__device__ void chacha8(wide seed, wide stream, wide counter, word* out) {
-  const word start[16] = {0x61707865u, 0x3320646eu, 0x79622d32u, 0x6b206574u, (word)seed, (word)(seed >> 32), 0, 0,
-                          0, 0, 0, 0, (word)counter, (word)(counter >> 32), (word)stream, (word)(stream >> 32)};
-  for (int i = 0; i < 16; i++) out[i] = start[i];
-  for (int pair = 0; pair < 4; pair++) {
-    for (int i = 0; i < 4; i++) quarter_round(out, i, 4 + i, 8 + i, 12 + i);
-    for (int i = 0; i < 4; i++) quarter_round(out, i, 4 + (i + 1) % 4, 8 + (i + 2) % 4, 12 + (i + 3) % 4);
-  }
-  for (int i = 0; i < 16; i++) out[i] += start[i];
-}
-
-// Even numbers on [0, 1).
-__device__ float even(const word* x, float) { return (float)(x[0] >> 8) * (1.0f / 16777216.0f); }
-
-__device__ double even(const word* x, double) {
-  return (double)((((wide)x[1] << 32) | x[0]) >> 11) * (1.0 / 9007199254740992.0);
-}
+typedef count64 wide;
 
 // The logarithm of x on (0, 1]: x = 2^k (1 + f) with 1 + f near 1, and s = f / (2 + f).
 __device__ float logarithm(float x) {
@@ -163,38 +135,16 @@ template <typename T> struct Bernoulli {
   __device__ T operator()(const word* x) const { return even(x, T()) < p ? T(1) : T(0); }
 };
 
-// Draws the elements of a part of a tensor. The part begins at element `base` of the tensor; `dims` holds the sizes of its
-// `rank` dims, then their strides in the tensor. An element takes WORDS words. A thread draws as many neighbors as one block
-// of words has, so a row of neighbors needs two blocks at most.
-template <int WORDS, typename T, typename Draw>
-__device__ void fill(wide count, wide base, wide rank, const wide* dims, T* out, wide seed, wide stream, wide first,
-                     Draw draw) {
-  const wide each = 16 / WORDS;
-  const wide begin = ((wide)blockIdx.x * blockDim.x + threadIdx.x) * each;
-  word words[16];
-  wide held = 0;
-  bool holds = false;
-  for (wide i = begin; i < count && i < begin + each; i++) {
-    wide at = base, rest = i;
-    for (wide dim = rank; dim-- > 0;) {
-      const wide size = dim == 0 ? rest + 1 : dims[dim];
-      at += rest % size * dims[rank + dim];
-      rest /= size;
-    }
-    // `first + at` may have more than 64 bits; its number of whole blocks does not.
-    const wide inside = first % each + at % each;
-    const wide counter = first / each + at / each + inside / each;
-    if (!holds || counter != held) chacha8(seed, stream, counter, words);
-    holds = true;
-    held = counter;
-    out[i] = draw(words + inside % each * WORDS);
-  }
-}
+template <typename T, typename Draw> struct Drawn {
+  T* out;
+  Draw draw;
+  __device__ void operator()(wide i, const word* words) const { out[i] = draw(words); }
+};
 
 #define KERNEL(NAME, DRAW, WORDS, T)                                                                                  \
   extern "C" __global__ void NAME(wide count, wide base, wide rank, const wide* dims, T* out, wide seed,         \
                                   wide stream, wide first, T a, T b) {                                              \
-    fill<WORDS>(count, base, rank, dims, out, seed, stream, first, DRAW<T>{a, b});                                    \
+    for_words<WORDS>(count, base, rank, dims, seed, stream, first, Drawn<T, DRAW<T>>{out, DRAW<T>{a, b}});            \
   }
 
 KERNEL(draw_uniform_f32, Uniform, 1, float)

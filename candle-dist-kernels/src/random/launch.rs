@@ -8,7 +8,7 @@ use super::grid::ElementGrid;
 use super::stream::Stream;
 
 /// The text of the kernels.
-pub const SOURCE: &str = include_str!("draw.cu");
+pub const SOURCE: &str = concat!(include_str!("words.cu"), include_str!("draw.cu"));
 
 /// A launch of a kernel that draws a block of a random tensor, as f32 or f64.
 #[derive(Clone, Debug, PartialEq)]

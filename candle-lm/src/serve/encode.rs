@@ -92,7 +92,7 @@ fn follow(ctx: &RankContext, encoder: &Encoder, report: &mut ServeReport) -> Res
         match RankOrder::broadcast(None, ctx.group())? {
             RankOrder::End => return Ok(()),
             RankOrder::Wait => {}
-            RankOrder::Compute(_) => {
+            RankOrder::Compute(..) | RankOrder::ReadAll => {
                 bail!("an order of rank 0 for a decoder: do all ranks serve the same model?");
             }
             RankOrder::Embed(texts) => {

@@ -4,13 +4,16 @@ use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candle_dist::ProcessGroup;
 
+use crate::pass::PassBasis;
 use crate::step::DecodeStep;
 
 /// What all ranks do next.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) enum RankOrder {
-    /// A pass of the model: the step of each replica, which may have nothing to do.
-    Compute(Vec<DecodeStep>),
+    /// A pass of the model: the step of each replica, which may have nothing to do, and what is read of its logits.
+    Compute(Vec<DecodeStep>, PassBasis),
+    /// To read all logits of the last pass.
+    ReadAll,
     /// The embeddings of texts, by an encoder.
     Embed(Vec<Vec<u32>>),
     /// Nothing, and to wait on: no call of a group lasts longer than its timeout.
@@ -27,6 +30,7 @@ const WAIT: u32 = 0;
 const END: u32 = 1;
 const COMPUTE: u32 = 2;
 const EMBED: u32 = 3;
+const READ_ALL: u32 = 4;
 
 impl RankOrder {
     /// Brings the order of rank 0 to all ranks; others give `None`. Every rank calls it.
@@ -63,7 +67,11 @@ impl RankOrder {
         let (kind, rest) = match self {
             Self::Wait => (WAIT, Vec::new()),
             Self::End => (END, Vec::new()),
-            Self::Compute(steps) => (COMPUTE, steps.iter().flat_map(|step| counted(&step.words())).collect()),
+            Self::ReadAll => (READ_ALL, Vec::new()),
+            Self::Compute(steps, basis) => {
+                let steps = steps.iter().flat_map(|step| counted(&step.words()));
+                (COMPUTE, counted(&words_of(basis)).into_iter().chain(steps).collect())
+            }
             Self::Embed(texts) => (EMBED, texts.iter().flat_map(|text| counted(text)).collect()),
         };
         [&[2 + rest.len() as u32, kind], &rest[..]].concat()
@@ -81,14 +89,48 @@ impl RankOrder {
         };
         match words.split_at_checked(2)? {
             ([_, COMPUTE], rest) => {
-                let steps = parts(rest)?.iter().map(|step| DecodeStep::of_words(step)).collect::<Option<_>>();
-                steps.map(Self::Compute)
+                let parts = parts(rest)?;
+                let (basis, steps) = parts.split_first()?;
+                let steps = steps.iter().map(|step| DecodeStep::of_words(step)).collect::<Option<_>>()?;
+                Some(Self::Compute(steps, basis_of(basis)?))
             }
             ([_, EMBED], rest) => parts(rest).map(Self::Embed),
             ([_, WAIT], []) => Some(Self::Wait),
             ([_, END], []) => Some(Self::End),
+            ([_, READ_ALL], []) => Some(Self::ReadAll),
             _ => None,
         }
+    }
+}
+
+const LARGEST: u32 = 0;
+const CANDIDATES: u32 = 1;
+const ALL: u32 = 2;
+
+/// What is read as numbers: what it is, and the halves of each temperature.
+fn words_of(basis: &PassBasis) -> Vec<u32> {
+    match basis {
+        PassBasis::Largest => vec![LARGEST],
+        PassBasis::All => vec![ALL],
+        PassBasis::Candidates(temperatures) => {
+            let bits = temperatures.iter().map(|temperature| temperature.to_bits());
+            let halves = bits.flat_map(|bits| [(bits >> 32) as u32, bits as u32]);
+            std::iter::once(CANDIDATES).chain(halves).collect()
+        }
+    }
+}
+
+fn basis_of(words: &[u32]) -> Option<PassBasis> {
+    match words.split_first()? {
+        (&LARGEST, []) => Some(PassBasis::Largest),
+        (&ALL, []) => Some(PassBasis::All),
+        (&CANDIDATES, rest) => {
+            let (halves, rest) = rest.as_chunks::<2>();
+            let temperature =
+                |&[high, low]: &[u32; 2]| f64::from_bits(u64::from(high) << 32 | u64::from(low));
+            rest.is_empty().then(|| PassBasis::Candidates(halves.iter().map(temperature).collect()))
+        }
+        _ => None,
     }
 }
 
@@ -101,18 +143,20 @@ fn exchanged(words: Vec<u32>, group: &ProcessGroup) -> Result<Vec<u32>> {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::{RankOrder, WORDS};
+    use crate::pass::PassBasis;
     use crate::step::{DecodeStep, SlotPast};
     use candle_dist::World;
     use candle_shard::nn::RowAdapters;
 
     #[test]
     fn all_ranks_get_orders_of_any_length() {
-        let mut orders = vec![RankOrder::Wait, RankOrder::End];
-        for tokens in [1, WORDS - 11, WORDS - 10, WORDS - 9, 1000] {
+        let mut orders = vec![RankOrder::Wait, RankOrder::End, RankOrder::ReadAll];
+        for tokens in [1, WORDS - 13, WORDS - 12, WORDS - 11, 1000] {
             let mut step = DecodeStep::default();
             step.push_behind(3, SlotPast::Nothing, &vec![u32::MAX; tokens], 1, RowAdapters::One(7));
-            orders.push(RankOrder::Compute(vec![step.clone()]));
-            orders.push(RankOrder::Compute(vec![step.clone(), DecodeStep::default(), step]));
+            orders.push(RankOrder::Compute(vec![step.clone()], PassBasis::Largest));
+            orders.push(RankOrder::Compute(vec![step.clone()], PassBasis::Candidates(vec![0.7, 0.0])));
+            orders.push(RankOrder::Compute(vec![step.clone(), DecodeStep::default(), step], PassBasis::All));
             orders.push(RankOrder::Embed(vec![vec![u32::MAX; tokens], Vec::new(), vec![1]]));
         }
         let got = World::threads(2).run(|ctx| -> anyhow::Result<Vec<RankOrder>> {

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_core::{DType, Tensor};
 use candle_dist::RankContext;
 use candle_shard::nn::Adapter;
 use serde::{Deserialize, Serialize};
@@ -23,7 +22,8 @@ use crate::engine::{Engine, ModelOptions, Purpose};
 use crate::files::Files;
 use crate::generate::Stop;
 use crate::memory;
-use crate::scheduler::{CacheBudget, PassPlan, Scheduler};
+use crate::pass::{PassBasis, RowNumbers, TokenBasis};
+use crate::scheduler::{CacheBudget, PassPlan, PassRows, Scheduler};
 use crate::step::DecodeStep;
 
 /// How a model serves.
@@ -246,9 +246,10 @@ fn follow(ctx: &RankContext, engine: &mut Engine, report: &mut ServeReport) -> R
             RankOrder::Embed(_) => {
                 bail!("an order of rank 0 for an encoder: do all ranks serve the same model?")
             }
-            RankOrder::Compute(steps) => {
+            RankOrder::ReadAll => drop(engine.read_of_each(&PassBasis::All)?),
+            RankOrder::Compute(steps, basis) => {
                 let began = Instant::now();
-                engine.step_of_each(&steps)?;
+                engine.step_of_each(&steps, &basis)?;
                 report.passes += 1;
                 report.tokens += steps.iter().map(DecodeStep::len).sum::<usize>();
                 report.seconds += began.elapsed().as_secs_f64();
@@ -288,9 +289,15 @@ impl Leader<'_> {
                 let began = Instant::now();
                 let span = spans::of_pass(&self.replicas, &steps, &plans);
                 span.in_scope(|| -> Result<()> {
-                    RankOrder::broadcast(Some(RankOrder::Compute(steps.clone())), ctx.group())?;
-                    let logits = engine.step_of_each(&steps)?;
-                    logits.map_or(Ok(()), |logits| self.take(&plans, &logits))
+                    let basis = self.basis(&plans, &steps);
+                    let order = RankOrder::Compute(steps.clone(), basis.clone());
+                    RankOrder::broadcast(Some(order), ctx.group())?;
+                    let mut read = engine.step_of_each(&steps, &basis)?;
+                    if read.as_ref().is_some_and(|read| !self.is_decided_by(&plans, read)) {
+                        RankOrder::broadcast(Some(RankOrder::ReadAll), ctx.group())?;
+                        read = engine.read_of_each(&PassBasis::All)?;
+                    }
+                    read.map_or(Ok(()), |read| self.take(&plans, &read))
                 })?;
                 drop(span);
                 let now = Instant::now();
@@ -353,31 +360,39 @@ impl Leader<'_> {
         }
     }
 
-    /// Takes the logits of a pass, one replica's behind another's.
-    fn take(&mut self, plans: &[PassPlan], logits: &Tensor) -> Result<()> {
-        if plans.iter().all(|plan| plan.rows.is_empty()) {
-            return Ok(());
+    /// What is read of the logits of a pass. Several replicas read no candidates.
+    fn basis(&self, plans: &[PassPlan], steps: &[DecodeStep]) -> PassBasis {
+        let mut bases = Vec::new();
+        for ((replica, plan), step) in self.replicas.iter().zip(plans).zip(steps) {
+            let first = bases.len();
+            bases.resize(first + step.rows(), TokenBasis::Largest);
+            for rows in &plan.rows {
+                if let Some(text) = replica.carried(rows.slot) {
+                    bases[first + rows.first] = text.basis(rows);
+                }
+            }
         }
-        let (_, width) = logits.dims2()?;
-        let logits = logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-        let mut rest = &logits[..];
-        for (replica, plan) in plans.iter().enumerate() {
-            let count = plan.rows.iter().map(|rows| rows.rows).sum::<usize>() * width;
-            let (own, others) = rest.split_at_checked(count).context("too few logits for a pass")?;
-            rest = others;
-            self.take_of(replica, plan, own, width)?;
+        match PassBasis::of(&bases) {
+            PassBasis::Candidates(_) if plans.len() > 1 => PassBasis::All,
+            basis => basis,
         }
-        Ok(())
     }
 
-    /// Takes the logits of a replica.
-    fn take_of(&mut self, replica: usize, plan: &PassPlan, logits: &[f32], width: usize) -> Result<()> {
-        let scheduler = &mut self.replicas[replica];
-        for rows in &plan.rows {
+    /// Whether what was read decides the next tokens of all texts.
+    fn is_decided_by(&self, plans: &[PassPlan], read: &RowNumbers) -> bool {
+        placed(plans).all(|(replica, rows)| {
+            let text = self.replicas[replica].carried(rows.slot);
+            text.is_none_or(|text| text.is_decided_by(read, &rows))
+        })
+    }
+
+    /// Takes what was read of the logits of a pass, one replica's behind another's.
+    fn take(&mut self, plans: &[PassPlan], read: &RowNumbers) -> Result<()> {
+        for (replica, rows) in placed(plans) {
+            let scheduler = &mut self.replicas[replica];
             let Some((text, reused)) = scheduler.text(rows.slot) else { continue };
-            let own = logits.get(rows.first * width..(rows.first + rows.rows) * width).unwrap_or_default();
             let before = (text.is_begun(), text.written());
-            let progress = text.advance(own, width, rows, reused, &mut self.mask);
+            let progress = text.advance(read, &rows, reused, &mut self.mask);
             let reused = if text.is_begun() && !before.0 { reused as u64 } else { 0 };
             let written = (text.written() - before.1) as u64;
             let ended = matches!(progress, TextProgress::Ended { .. });
@@ -428,4 +443,16 @@ impl Leader<'_> {
         };
         self.queue.tell(told, pass);
     }
+}
+
+/// The rows of all plans with their replicas, one replica's rows behind another's.
+fn placed(plans: &[PassPlan]) -> impl Iterator<Item = (usize, PassRows)> + '_ {
+    let firsts = plans.iter().scan(0, |first, plan| {
+        let own = *first;
+        *first += plan.rows.iter().map(|rows| rows.rows).sum::<usize>();
+        Some(own)
+    });
+    plans.iter().zip(firsts).enumerate().flat_map(|(replica, (plan, first))| {
+        plan.rows.iter().map(move |rows| (replica, PassRows { first: first + rows.first, ..*rows }))
+    })
 }

@@ -13,6 +13,7 @@ use super::request::{RequestError, ServeRequest, TokenConstraint, TokenLogprob, 
 use super::spans::TextSpans;
 use super::stream::{EventSender, TokenEvent};
 use crate::generate::Stop;
+use crate::pass::{RowBasis, RowNumbers, TokenBasis};
 use crate::sample::Sampler;
 use crate::scheduler::{PassRows, SlotText};
 use crate::writing::{TextWriter, top};
@@ -117,17 +118,35 @@ impl RequestText {
         self.events.send(end.map_or_else(TokenEvent::Failed, TokenEvent::Ended));
     }
 
-    /// Takes the logits of its rows in a pass, `width` of each; `reused` tokens of the prompt were not
-    /// computed.
+    /// What is read of the logits of its rows in a pass.
+    pub(super) fn basis(&self, rows: &PassRows) -> TokenBasis {
+        let is_changed = !self.logit_bias.is_empty() || self.constraint.is_some();
+        if !self.prompt.is_empty() {
+            TokenBasis::All
+        } else if !rows.is_next {
+            TokenBasis::Largest
+        } else if is_changed || self.logprobs.is_some() {
+            TokenBasis::All
+        } else {
+            self.writer.basis()
+        }
+    }
+
+    /// Whether what was read of the logits of its rows decides the next token.
+    pub(super) fn is_decided_by(&self, read: &RowNumbers, rows: &PassRows) -> bool {
+        let row = rows.first + rows.rows.saturating_sub(1);
+        !rows.is_next || read.row(row).is_ok_and(|row| self.writer.is_decided_by(row))
+    }
+
+    /// Takes what was read of the logits of its rows in a pass; `reused` tokens of the prompt were not computed.
     pub(super) fn advance(
         &mut self,
-        logits: &[f32],
-        width: usize,
+        read: &RowNumbers,
         rows: &PassRows,
         reused: usize,
         mask: &mut TokenMask,
     ) -> TextProgress {
-        match self.try_advance(logits, width, rows, reused, mask) {
+        match self.try_advance(read, rows, reused, mask) {
             Ok(progress) => progress,
             Err(error) => {
                 self.finish(Err(error));
@@ -138,12 +157,13 @@ impl RequestText {
 
     fn try_advance(
         &mut self,
-        logits: &[f32],
-        width: usize,
+        read: &RowNumbers,
         rows: &PassRows,
         reused: usize,
         mask: &mut TokenMask,
     ) -> Result<TextProgress, RequestError> {
+        let told = |error: anyhow::Error| RequestError::Logits(format!("{error:#}"));
+        let row = |at| read.row(at).map_err(told);
         let ended = |text: &Self, stop| {
             text.finish(Ok(stop));
             Ok(TextProgress::Ended { is_sound: true })
@@ -151,9 +171,9 @@ impl RequestText {
         if !self.prompt.is_empty() {
             // A text that has lost its slot begins again.
             self.prompt_logprobs.truncate(rows.start);
-            for row in logits.chunks_exact(width) {
+            for at in rows.first..rows.first + rows.rows {
                 let target = self.prompt.get(1 + self.prompt_logprobs.len());
-                if let Some(&token) = target {
+                if let (Some(&token), RowBasis::All(row)) = (target, row(at)?) {
                     self.prompt_logprobs.push(logprob(row, token, self.logprobs.unwrap_or(0))?);
                 }
             }
@@ -171,19 +191,28 @@ impl RequestText {
                 return ended(self, stop);
             }
         }
-        let row = logits.get(logits.len().saturating_sub(width)..).unwrap_or_default();
-        let mut logits = row.to_vec();
+        let given = row(rows.first + rows.rows.saturating_sub(1))?;
+        let mut changed = Vec::<f32>::new();
+        if let RowBasis::All(logits) = given
+            && (!self.logit_bias.is_empty() || self.constraint.is_some())
+        {
+            changed.extend(logits);
+        }
         for (&token, bias) in &self.logit_bias {
             // What is no finite number stays one, and is told.
-            if let Some(logit) = logits.get_mut(token as usize).filter(|logit| logit.is_finite()) {
+            if let Some(logit) = changed.get_mut(token as usize).filter(|logit| logit.is_finite()) {
                 *logit = (*logit + bias).clamp(f32::MIN, f32::MAX);
             }
         }
-        if !self.constrain(&mut logits, mask)? {
+        if !self.constrain(&mut changed, mask)? {
             return ended(self, Stop::End);
         }
-        let token = self.writer.choose(logits).map_err(|error| RequestError::Logits(format!("{error:#}")))?;
-        let told = self.logprobs.map(|count| logprob(row, token, count)).transpose()?;
+        let chosen_by = if changed.is_empty() { given } else { RowBasis::All(&changed) };
+        let token = self.writer.choose(chosen_by).map_err(told)?;
+        let told = match (self.logprobs, given) {
+            (Some(count), RowBasis::All(logits)) => Some(logprob(logits, token, count)?),
+            _ => None,
+        };
         if let Some(constraint) = &mut self.constraint {
             guarded(|| constraint.accept(token))?;
         }
@@ -248,6 +277,7 @@ fn logprob(logits: &[f32], token: u32, count: usize) -> Result<TokenLogprob, Req
 mod tests {
     use super::{LEAST_LOGPROB, RequestText, TextProgress, WaitingRequest, logprob};
     use crate::generate::Stop;
+    use crate::pass::RowNumbers;
     use crate::scheduler::PassRows;
     use crate::serve::stream::{TokenEvent, channel};
     use crate::serve::{RequestError, ServeRequest, TokenMask};
@@ -261,7 +291,7 @@ mod tests {
             RequestText::new(WaitingRequest::new(request, events), &BTreeSet::from([2]), 10).carried;
         let mut mask = TokenMask::new(logits.len());
         let rows = PassRows { slot: 0, first: 0, rows: 1, start: 0, is_next: true };
-        let progress = text.advance(logits, logits.len(), &rows, 0, &mut mask);
+        let progress = text.advance(&RowNumbers::All(logits.to_vec(), logits.len()), &rows, 0, &mut mask);
         let begun = stream.next_event(Duration::ZERO);
         assert!(matches!(begun, Some(TokenEvent::Begun { .. })), "{begun:?}");
         (progress, std::iter::from_fn(|| stream.next_event(Duration::ZERO)).collect())
@@ -295,7 +325,7 @@ mod tests {
             let logits: Vec<f32> = span.clone().flat_map(|at| [at as f32, 0.0, 0.5]).collect();
             let (start, is_next) = (span.start, span.end == prompt.len());
             let rows = PassRows { slot: 0, first: 0, rows: span.len(), start, is_next };
-            text.advance(&logits, 3, &rows, 0, &mut mask);
+            text.advance(&RowNumbers::All(logits, 3), &rows, 0, &mut mask);
         }
         let Some(TokenEvent::Begun { prompt_logprobs, .. }) = stream.next_event(Duration::ZERO) else {
             panic!("the prompt is read")

@@ -1,5 +1,6 @@
 //! Dropout with a mask that depends on the global index of an element, not on the mesh.
 use super::unary::unary_rows;
+use crate::kernels::dropout;
 use crate::random::{Distribution, Stream, sample};
 use crate::rules::{self, Signature};
 use crate::{DTensor, Error, Result, TokenOrder};
@@ -38,14 +39,20 @@ impl DTensor {
             return Ok(self.clone());
         }
         rules::run("dropout", &[], &[self], signature, |x, out| {
-            let keep = Distribution::Bernoulli { p: 1.0 - p };
+            let factor = if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 };
             let block = out.local_block();
+            if order.is_none()
+                && let Some(y) = dropout(x[0].to_local(), stream, [1.0 - p, factor], out.dims(), &block)?
+            {
+                return Ok(y);
+            }
+            let keep = Distribution::Bernoulli { p: 1.0 - p };
             let of = (stream, keep, out.dims());
             let mask = match order {
                 Some(order) => sample_in_order(of, &block, order, out.dtype(), self.device())?,
                 None => sample(stream, keep, out.dims(), &block, out.dtype(), self.device())?,
             };
-            Ok((x[0].to_local() * mask.affine(if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 }, 0.0)?)?)
+            Ok((x[0].to_local() * mask.affine(factor, 0.0)?)?)
         })
     }
 }

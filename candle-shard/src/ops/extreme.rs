@@ -7,7 +7,7 @@
 //! NaN is the extreme wherever it occurs, as in PyTorch, and its index is that of the first NaN. Such an extreme has no
 //! gradient. In candle the result depends on the position of the NaN.
 use super::reduce::without;
-use crate::kernels::{NOWHERE, largest_keys, parts_of_row};
+use crate::kernels::{NOWHERE, RowPiece, candidate_keys, largest_keys, parts_of_row};
 use crate::layout::{Partial, Placement, Replicate, Shard};
 use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
@@ -169,6 +169,53 @@ impl DTensor {
         let keys = rules::run("largest_keys", &[], &[&x], signature, |x, _| {
             let first = x[0].spec().local_block()[1].start;
             Ok(largest_keys(x[0].to_local(), first, all)?)
+        })?;
+        keys.full_tensor()
+    }
+
+    /// The largest numbers of each row of a matrix, as f32, with their columns, and what is needed to draw one of them by its weight
+    /// e^(number / temperature). Every rank gets all of them, as integers that [`RowCandidates::of_keys`] reads. Rows whose
+    /// temperature is 0 have no sum of weights.
+    ///
+    /// Only these integers are sent, and on a GPU one kernel makes them. The numbers stay where they are.
+    ///
+    /// # Errors
+    /// If this is no matrix of floats, there are not as many temperatures as rows, or 2^31 columns or more.
+    ///
+    /// [`RowCandidates::of_keys`]: crate::kernels::RowCandidates::of_keys
+    #[track_caller]
+    pub fn candidate_keys(&self, temperatures: &[f64]) -> Result<Tensor> {
+        let &[rows, all] = self.dims() else {
+            let reason = format!("{} is no matrix; expected [rows, columns]", self.spec());
+            return Error::op("candidate_keys", reason);
+        };
+        if temperatures.len() != rows {
+            let reason = format!("{} temperatures of {rows} rows", temperatures.len());
+            return Error::op("candidate_keys", reason);
+        }
+        let x = self.detach().settled(&[1])?;
+        // The outermost axis cuts first.
+        let nth = |x: &DTensor| {
+            let (shape, coordinate) = (x.mesh().shape(), x.mesh().coordinate());
+            let next =
+                |[nth, count]: [usize; 2], axis| [nth * shape[axis] + coordinate[axis], count * shape[axis]];
+            x.sharded_axes(1).fold([0, 1], next)
+        };
+        let all_pieces = RowPiece::new(0, nth(&x), all);
+        let signature = || {
+            let of_pieces = ShardingRule::new(Partial(ReduceOp::Max), &[Shard(1)]);
+            let of_rows = ShardingRule::new(Shard(0), &[Shard(0)]);
+            Ok(Signature::new(
+                [of_rows, of_pieces].into_iter().collect(),
+                &[rows, all_pieces.width()],
+                DType::I64,
+            ))
+        };
+        let keys = rules::run("candidate_keys", &[], &[&x], signature, |x, _| {
+            let block = x[0].spec().local_block();
+            let piece = RowPiece::new(block[1].start, nth(&x[0]), all);
+            let piece = RowPiece { parts: all_pieces.parts, ..piece };
+            Ok(candidate_keys(x[0].to_local(), &temperatures[block[0].clone()], &piece)?)
         })?;
         keys.full_tensor()
     }

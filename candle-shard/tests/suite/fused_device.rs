@@ -2,15 +2,16 @@
 use candle_core::cpu_backend::CpuDevice;
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, Var};
 use candle_dist_kernels::parts::{
-    AdamWUpdate, Function, Goal, Goals, HostArgument, HostLaunch, HostRunner, KernelText, StripBuffer,
-    StripCopy, StripStorage, decode_attn, largest_keys, set_both, step_adam_w, weighted_cross_entropy,
-    with_kernels_on_host,
+    AdamWUpdate, Function, Goal, Goals, HostArgument, HostLaunch, HostRunner, KernelText, RowPiece,
+    StripBuffer, StripCopy, StripStorage, candidate_keys, decode_attn, dropout, largest_keys, set_both,
+    step_adam_w, weighted_cross_entropy, with_kernels_on_host,
 };
 use candle_dist_kernels::{
-    LargestNumber, RopePairs, add, add_rms_norm, causal_softmax, clamped_gate, flash_attn, layer_norm,
-    masked_softmax, permute, reshape, rms_norm, rope, rope_both, silu_gate, softmax,
+    LargestNumber, RopePairs, RowCandidates, add, add_rms_norm, causal_softmax, clamped_gate, flash_attn,
+    layer_norm, masked_softmax, permute, reshape, rms_norm, rope, rope_both, silu_gate, softmax,
 };
 use candle_nn::ParamsAdamW;
+use candle_shard::random::{Distribution, Stream, sample};
 use device_text::{DeviceText, LaunchShape, TextMemory};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -521,6 +522,43 @@ fn strips_of_many_tensors_are_copied_in_few_launches() {
 }
 
 #[test]
+fn dropout_and_its_gradient_have_the_bits_of_the_host() -> candle_shard::Result<()> {
+    let stream = Stream::new(7, "dropout");
+    // A whole tensor, columns of one, and a box of five dims, which no kernel takes.
+    let blocks: [(&[usize], &[std::ops::Range<usize>]); 4] = [
+        (&[40, 70], &[0..40, 0..70]),
+        (&[40, 70], &[3..40, 5..66]),
+        (&[3, 4, 5, 6], &[1..3, 0..3, 1..4, 2..6]),
+        (&[3, 3, 3, 3, 3], &[0..2, 0..2, 0..2, 0..2, 0..2]),
+    ];
+    for ((shape, block), dtype) in itertools::iproduct!(blocks, DTYPES) {
+        for p in [0.3, 1.0] {
+            let dims: Vec<usize> = block.iter().map(std::iter::ExactSizeIterator::len).collect();
+            let x = Var::from_tensor(&values(&dims, 3, dtype))?;
+            let factor = if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 };
+            let pass = || -> Result<Option<[Tensor; 2]>> {
+                let Some(y) = dropout(&x, stream, [1.0 - p, factor], shape, block)? else { return Ok(None) };
+                let grads = (&y * values(&dims, 4, dtype))?.sum_all()?.backward()?;
+                Ok(Some([y, grads.get(&x).unwrap().clone()]))
+            };
+            assert!(pass()?.is_none(), "the host has a mask");
+            if shape.len() == 5 {
+                assert!(with_kernels_on_host(Arc::new(run), pass)?.is_none());
+                continue;
+            }
+            let Some(got) = with_kernels(pass) else { return Ok(()) };
+            let keep = Distribution::Bernoulli { p: 1.0 - p };
+            let mask = sample(stream, keep, shape, block, dtype, &Device::Cpu)?.affine(factor, 0.0)?;
+            for (got, seed) in got?.unwrap().iter().zip([3, 4]) {
+                let want = (values(&dims, seed, dtype) * &mask)?;
+                assert_eq!(numbers(got), numbers(&want), "{shape:?} {dtype:?} {p}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn the_largest_of_rows_is_that_of_the_host() {
     for (rows, width) in [(1, 1), (3, 31), (2, 5000), (2, 9001)] {
         for dtype in DTYPES {
@@ -537,6 +575,23 @@ fn the_largest_of_rows_is_that_of_the_host() {
                 rows[last] = Tensor::cat(&[rest, odd.to_dtype(dtype).unwrap()], 1).unwrap();
                 x = Tensor::cat(&rows, 0).unwrap();
             }
+            let temperatures: Vec<f64> = (0..rows).map(|row| row as f64 / 2.0).collect();
+            // The last row has no finite largest number, so no sum.
+            let piece = RowPiece::new(7, [1, 3], width + 9);
+            let candidates = || {
+                let keys = candidate_keys(&x, &temperatures, &piece).unwrap();
+                RowCandidates::of_keys(&keys, &temperatures).unwrap()
+            };
+            let want = candidates();
+            let Some(got) = with_kernels(candidates) else { return };
+            for (got, want) in got.iter().zip(&want) {
+                assert_eq!(
+                    format!("{:?}", (&got.numbers, got.rest)),
+                    format!("{:?}", (&want.numbers, want.rest))
+                );
+                assert!((got.sum - want.sum).abs() <= 1e-12 * want.sum, "{} {}", got.sum, want.sum);
+            }
+            assert!(rows < 3 || want[1].sum > 1.0, "{want:?}");
             let keys = || largest_keys(&x, 7, width + 9).unwrap();
             let want = LargestNumber::of_keys(&keys()).unwrap();
             let Some(got) = with_kernels(keys) else { return };

@@ -188,7 +188,7 @@ fn a_llama_layer_and_a_step_of_adam_w_launch_few_kernels() {
     }
     let works = [("layer", 1), ("layer", 2), ("decode", 1), ("decode", 2), ("optimizer", 1)];
     let found = works.map(|(work, ranks)| each(work, ranks));
-    let most = [[51, 2, 0], [51, 2, 0], [14, 0, 0], [14, 0, 0], [1, 0, 0]];
+    let most = [[42, 1, 0], [42, 1, 0], [14, 0, 0], [14, 0, 0], [1, 0, 0]];
     for ((work, found), most) in works.iter().zip(&found).zip(&most) {
         assert!(
             found.iter().zip(most).all(|(found, most)| found <= most),

@@ -9,7 +9,7 @@ use clap::{Parser, ValueEnum};
 use test_utils::model_args::ModelArgs;
 use test_utils::toy::TransformerPipe;
 
-use crate::launch::{BackendName, Launched, Patience};
+use crate::launch::{BackendName, Launched, Patience, ProductPrecision};
 
 /// The program reads and predicts bytes.
 pub const VOCAB_SIZE: usize = 256;
@@ -120,6 +120,10 @@ pub struct Args {
     /// How long ranks wait.
     #[command(flatten)]
     pub patience: Patience,
+
+    /// How exact products are.
+    #[command(flatten)]
+    pub precision: ProductPrecision,
 
     /// Largest difference of losses (relative) and gradients (absolute) at which runs count as equal; 100 times that
     /// for logits
@@ -302,6 +306,10 @@ impl Launched for Args {
 
     fn patience(&self) -> Patience {
         self.patience
+    }
+
+    fn precision(&self) -> ProductPrecision {
+        self.precision
     }
 
     fn threads(&self) -> Option<usize> {

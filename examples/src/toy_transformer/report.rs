@@ -89,13 +89,14 @@ pub fn heading(args: &Args, corpus: &Corpus) -> String {
         (experts, top_k) => format!(", the top {top_k} of {experts} experts"),
     };
     format!(
-        "Model     byte-level Transformer: {} layers, dim {}, {} heads{experts}, dropout {}\n\
+        "Model     byte-level Transformer: {} layers, dim {}, {} heads{experts}, dropout {}{}\n\
          Training  {} steps of AdamW at {}, batch {} × {} bytes, seed {}\n\
          Text      {} bytes of {source}\n",
         args.layers,
         args.dim,
         args.heads,
         args.dropout,
+        args.precision.said(),
         args.steps,
         args.lr,
         args.batch,

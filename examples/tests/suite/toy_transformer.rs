@@ -87,6 +87,7 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--runs", "single,tp", "--pp", "2"], &["--pp", "--runs"]),
         (&["--runs", "tp", "--schedule", "zbv"], &["--schedule", "--runs"]),
         (&["--timeout", "0"], &["--timeout is 0"]),
+        (&["--tf32"], &["--tf32 is for products on GPUs"]),
         (&["--schedule", "zb-h3"], &["--schedule", "zb-h1"]),
         (&["--backend", "carrier-pigeon"], &["--backend", "carrier-pigeon", "threads, mpi"]),
         // Without the feature there is no backend, and with it no launcher.

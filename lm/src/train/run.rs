@@ -10,7 +10,7 @@ use candle_lm::train::job::Job;
 use candle_lm::train::recipe::LocalRecipe;
 use candle_lm::train::trainer::{TrainEnd, train};
 use examples::cli::{self, Output};
-use examples::launch::{Ranks, StopSignal, gather};
+use examples::launch::{ProductPrecision, Ranks, StopSignal, gather};
 use examples::memory;
 use examples::progress::Loading;
 use examples::table::grouped;
@@ -39,7 +39,7 @@ pub fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     if ranks.is_first() {
         job.notes.iter().for_each(|note| cli::tell("note", format_args!("{note}.")));
         // A closed screen does not stop the training.
-        writeln!(output.screen(), "{}", heading(&job)?).ok();
+        writeln!(output.screen(), "{}", heading(&job, args.precision)?).ok();
     }
     let learn = |ctx: &RankContext, loading: &Loading| {
         let mut screen = Screen::new(ctx.rank(), &job, output, &args.training)?;
@@ -86,14 +86,15 @@ pub fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
 }
 
 /// What is about to be done.
-fn heading(job: &Job) -> candle_pipe::Result<String> {
+fn heading(job: &Job, precision: ProductPrecision) -> candle_pipe::Result<String> {
     let (recipe, pipeline) = (&job.recipe, job.pipeline);
     let mut lines = vec![format!(
-        "{}, {} sequences of {} tokens in each step, in {}",
+        "{}, {} sequences of {} tokens in each step, in {}{}",
         described(&job.text),
         recipe.batch,
         recipe.seq_len,
-        recipe.dtype
+        recipe.dtype,
+        precision.said()
     )];
     if let Some(LocalRecipe { steps, replicas, .. }) = recipe.local {
         lines.push(format!(

@@ -6,7 +6,7 @@ use crate::ops::sweep::{
 };
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::comm;
-use candle_shard::kernels::LargestNumber;
+use candle_shard::kernels::{LargestNumber, RowCandidates};
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use test_utils::{device, on_ranks, over_nccl, skip};
 
@@ -90,6 +90,23 @@ fn the_largest_of_each_row_is_the_first_on_whichever_rank_it_lies() {
         assert!(
             DTensor::replicated(&Tensor::zeros(3, DType::F32, &device())?, &mesh)?.largest_keys().is_err()
         );
+        // The cut does not change what is told. The second row has more numbers than ranks tell of it.
+        let numbers = |at: usize| ((at * 7919 % 613) as f32).sqrt();
+        let whole = Tensor::from_vec((0..1000).map(numbers).collect::<Vec<f32>>(), (2, 500), &Device::Cpu)?;
+        let temperatures = [0.0, 2.0];
+        let want = RowCandidates::of_keys(&RowCandidates::keys(&whole, &temperatures)?, &temperatures)?;
+        for at in [Replicate, Shard(0), Shard(1)] {
+            let x = DTensor::distribute(&whole.to_device(&device())?, &mesh, &[at])?;
+            let (keys, sent) = comm::record(|| x.candidate_keys(&temperatures));
+            let found = RowCandidates::of_keys(&keys?, &temperatures)?;
+            for (found, want) in found.iter().zip(&want) {
+                let count = want.numbers.len();
+                assert!(count >= RowCandidates::LEAST && found.numbers[..count] == want.numbers, "{at}");
+                assert!((found.sum - want.sum).abs() <= 1e-12 * want.sum, "{at}: {found:?}");
+            }
+            assert!(sent.total() <= 1, "{at}: {sent}");
+        }
+        assert!(DTensor::replicated(&whole.to_device(&device())?, &mesh)?.candidate_keys(&[1.0]).is_err());
         Ok(())
     });
 }

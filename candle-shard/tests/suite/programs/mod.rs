@@ -23,6 +23,7 @@ const ELSEWHERE: &[&str] = &[
     "scatter_set",
     "slice_set",
     "zero_set",
+    "candidate_keys",
     "is_contiguous", // these give no elements to compare
     "largest_keys",
     "side",

@@ -13,6 +13,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use candle_core::cuda::set_gemm_reduced_precision_f32;
 use clap::{ArgMatches, Args, Parser, ValueEnum};
 use serde::Serialize;
 
@@ -90,6 +91,33 @@ impl Patience {
     }
 }
 
+/// How exact matrix products on GPUs are: `--tf32` of the programs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
+pub struct ProductPrecision {
+    /// On GPUs, round the operands of f32 products to the 10 bits of TF32, which tensor cores multiply; sums stay f32
+    #[arg(long, help_heading = "Ranks")]
+    tf32: bool,
+}
+
+impl ProductPrecision {
+    /// What a report says of products, behind a sentence.
+    pub fn said(self) -> &'static str {
+        if self.tf32 { "; products in TF32" } else { "" }
+    }
+
+    /// Makes products of this process so exact.
+    fn settle(self, backend: BackendName) -> Checked {
+        require!(
+            !self.tf32 || backend == BackendName::Nccl,
+            "--tf32 is for products on GPUs: give --backend nccl, or leave it out."
+        );
+        if self.tf32 {
+            set_gemm_reduced_precision_f32(true);
+        }
+        Ok(())
+    }
+}
+
 /// The command line of a program that runs on any backend.
 pub trait Launched: Parser + Sync {
     /// A part of the program that only runs on the CPU, if there is one.
@@ -120,6 +148,11 @@ pub trait Launched: Parser + Sync {
     /// How long a rank waits for others before the run fails, if the command line says so.
     fn patience(&self) -> Patience;
 
+    /// How exact matrix products on GPUs are, if the command line says so.
+    fn precision(&self) -> ProductPrecision {
+        ProductPrecision::default()
+    }
+
     /// Returns, for each run on several ranks, the flags that set the number of ranks, and the number. Called before the
     /// checks too.
     fn ranks(&self) -> Vec<(String, usize)>;
@@ -140,7 +173,8 @@ pub fn start<A: Launched, V>(
         }
     };
     let patience = args.patience();
-    if let Err(error) = patience.check(args.backend()) {
+    let settled = patience.check(args.backend()).and_then(|()| args.precision().settle(args.backend()));
+    if let Err(error) = settled {
         return processes::refuse(&error, args.backend() != BackendName::Threads);
     }
     let run = |ranks: &Ranks<'_>| {

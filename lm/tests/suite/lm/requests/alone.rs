@@ -58,7 +58,8 @@ impl Case {
             prompt.extend((0..=dice.below(8)).map(|_| dice.below(37) as u32));
             prompt.truncate(ROOM - 14);
             let temperature = if dice.below(3) == 0 { 0.9 } else { 0.0 };
-            let sampling = Sampling { temperature, seed: i as u64, ..Sampling::default() };
+            let (top_k, top_p) = [(0, 1.0), (5, 1.0), (0, 0.8)][i % 3];
+            let sampling = Sampling { temperature, top_k, top_p, seed: i as u64, ..Sampling::default() };
             requests.push((prompt, 1 + dice.below(12), sampling));
         }
         let made =

@@ -2,6 +2,7 @@
 
 mod alone;
 mod asked;
+mod drawn;
 mod failures;
 mod memory;
 
