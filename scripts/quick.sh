@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Checks an edit: formatting, the lints and tests of the crates that it touches, and 300 random programs.
+# Checks an edit: formatting, the lints and tests of what it touches, and 300 random programs.
 #
 #   scripts/quick.sh [--since COMMIT] [--programs N] [FILE..]
 #
 # Without FILEs it takes those that differ from COMMIT (HEAD), and new ones. It runs the tests whose module is named as the file is:
 # candle-shard/src/ops/matmul.rs has `ops::matmul`. If there is none, it looks for the folder, and for the room in the table below.
-# Only the binaries that have these tests are built.
-# Crates that depend on the touched one are left to `.ci/run`.
+# Only the binaries that have these tests are built, and lints are those of the library, unit tests and test binaries that have changed.
+# Crates and other tests that depend on them are left to `.ci/run`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/test-binary.sh
@@ -28,7 +28,7 @@ fi
 # The crate whose suite tests a crate, if it is another one, and the subjects of rooms that are named otherwise.
 declare -A suite_of=([candle-dist-kernels]=candle-shard [candle-lm]=lm [candle-prove]=test-utils)
 declare -A rooms=(
-  [candle-dist/backend]="conformance" [candle-dist/call]="conformance" [candle-dist/group]="collectives" [candle-dist/link]="control"
+  [candle-dist/backend]="conformance" [candle-dist/call]="conformance" [candle-dist/group]="conformance collectives" [candle-dist/link]="control"
   [candle-dist/mesh]="device_mesh" [candle-dist/train]="sync" [candle-dist/world]="failure" [candle-dist-kernels]="kernels"
   [candle-lm]="lm::batch lm::front" [candle-pipe/local_pipe]="graph::parity" [candle-pipe/pipe]="graph" [candle-pipe/tape]="graph::tapes"
   [candle-prove]="prove" [candle-shard/autograd]="gradient_rule" [candle-shard/files]="weights checkpoint"
@@ -53,7 +53,9 @@ subjects() {
 }
 
 crates=()
-declare -A units=() suites=() binaries=()
+declare -A units=() suites=() binaries=() lints=()
+# Lints a target of a crate that has changed.
+lint() { [[ " ${lints[$1]:-} " == *" $2 "* ]] || lints[$1]+=" $2"; }
 for file in "${files[@]}"; do
   crate="${file%%/*}" path="${file#*/}"
   [ -f "$crate/Cargo.toml" ] && [[ "$file" != *.md ]] || continue
@@ -61,6 +63,7 @@ for file in "${files[@]}"; do
   case "$path" in
     src/*.rs)
       path="${path#src/}"
+      lint "$crate" "--lib --bins"
       found="$(subjects "$crate" "$path")" path="${path%.rs}" path="${path%/mod}"
       if grep -qsE '^#\[(cfg\(test\)|test\])' "$file"; then units[$crate]+=" ${path//\//::}"; fi
       if [ -n "$found" ]; then
@@ -72,13 +75,16 @@ for file in "${files[@]}"; do
     tests/suite/*.rs)
       path="${path#tests/suite/}" path="${path%.rs}" path="${path%/mod}"
       # The root of a binary has the subjects of others.
-      ! grep -qs '^test_utils::settle_threads' "$file" || continue
+      if grep -qs '^test_utils::settle_threads' "$file"; then lint "$crate" "--test ${path/#main/suite}" && continue; fi
+      lint "$crate" "--test $(binary_of "$crate" "${path//\//::}")"
       suites[$crate]+=" ${path//\//::}"
       ;;
     tests/*.rs)
       path="${path#tests/}" path="${path%%/*}"
+      lint "$crate" "--test ${path%.rs}"
       binaries[$crate]+=" ${path%.rs}"
       ;;
+    *) lint "$crate" --all-targets ;;
   esac
 done
 if ((${#crates[@]} == 0)); then
@@ -105,15 +111,19 @@ began="$EPOCHREALTIME"
 words() { tr ' ' '\n' <<<"$*" | sed '/^$/d' | sort -u | tr '\n' ' '; }
 said="$(mktemp)"
 trap 'rm -f "$said"' EXIT
-# Runs tests of a crate. A filter without tests is an error.
+# Runs tests of a crate, and prints what they have counted, or all that they said if one fails. A filter without tests is an error.
 tests() {
-  cargo test --quiet -p "$1" "${@:2}" 2>&1 | tee "$said" || return
+  cargo test --quiet -p "$1" "${@:2}" >"$said" 2>&1 || { cat "$said" && return 1; }
   [[ "$*" == *--no-run* ]] || grep -qE '^running [1-9]' "$said" || { echo "no test has such a name: ${*:2}" >&2; return 1; }
+  grep -E '^(test result|[0-9]+ programs|SKIPPED)' "$said" || true
 }
 
-step "format" cargo fmt --all --check
+step "format" cargo fmt --check "${crates[@]/#/--package=}"
 for crate in "${crates[@]}"; do
-  step "lints of $crate" cargo clippy --quiet -p "$crate" --all-targets -- -D warnings
+  # shellcheck disable=SC2086 # several words
+  step "lints of $crate:${lints[$crate]}" cargo clippy --quiet -p "$crate" ${lints[$crate]} -- -D warnings
+  [ -z "${units[$crate]:-}" ] ||
+    step "lints of unit tests of $crate" cargo clippy --quiet -p "$crate" --lib --profile test -- -D warnings
 done
 for crate in "${!units[@]}"; do
   names="$(words "${units[$crate]}")"

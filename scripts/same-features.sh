@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Fails if `cargo test -p CRATE` selects other features of a shared dependency than `cargo test`, because cargo would
-# then compile candle twice. To fix it, add a line to workspace-hack/Cargo.toml.
+# Fails if `cargo test -p CRATE` selects other features of a shared dependency or library than `cargo test`, because cargo would
+# then compile it twice. To fix it, add a line to workspace-hack/Cargo.toml, or to test-utils/Cargo.toml for libraries of the workspace.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# Each dependency with its version and features. Members of the workspace have a path.
+# Each dependency and member of the workspace with its version and features, without paths.
 selected() {
-  cargo tree "$@" -e normal,build,dev -f '{p} [{f}]' --prefix none --no-dedupe | sed 's/ (\*)//; s/(proc-macro) //' | grep -v '(/' | sort -u
+  cargo tree "$@" -e normal,build,dev -f '{p} [{f}]' --prefix none --no-dedupe | sed 's/ (\*)//; s/(proc-macro) //' | sed 's, (/[^)]*),,' | sort -u
 }
 all=$(selected --workspace)
 status=0

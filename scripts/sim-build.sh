@@ -19,7 +19,8 @@ for file in "$bindings"/{driver,nccl,nvrtc,cublas,cublaslt,curand}/sys/mod.rs "$
 done | sort -u >"$folder/names.new"
 [ -s "$folder/names.new" ] || { echo "error: no functions found in $bindings" >&2; exit 1; }
 cmp -s "$folder/names.new" "$folder/names" || mv "$folder/names.new" "$folder/names"
-cargo build --locked --quiet -p nccl-sim
+# With the features that the tests have, so that nothing is built twice.
+cargo build --locked --quiet -p nccl-sim -p workspace-hack
 for library in cuda nccl nvrtc curand cublas cublasLt cudart; do
   ln -sf "$CARGO_TARGET_DIR/debug/libnccl_sim.so" "$CUDA_HOME/lib/lib$library.so"
 done

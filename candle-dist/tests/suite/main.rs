@@ -17,7 +17,6 @@ mod local_sgd;
 mod mesh;
 #[cfg(feature = "nccl")]
 mod nccl;
-mod pending;
 mod sync;
 mod tree;
 mod watching;

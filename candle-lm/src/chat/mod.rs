@@ -88,8 +88,8 @@ pub struct ChatTemplate {
     origin: String,
     /// Special tokens by the names that templates use, for example `bos_token`; none where the files say so.
     tokens: BTreeMap<String, Option<String>>,
-    /// The template of conversations with tools, if it is another one.
-    for_tools: Option<Arc<str>>,
+    /// The template of conversations with tools, if it is another one, and where it comes from.
+    for_tools: Option<(Arc<str>, String)>,
     /// What a user gives, as JSON.
     variables: BTreeMap<String, String>,
 }
@@ -135,18 +135,18 @@ impl ChatTemplate {
     /// If the template does not read a variable of this name, or it is one that conversations set, or the value is no JSON. Some models have
     /// another template for tools, so set these first.
     pub fn with_variable(mut self, name: &str, json: &str) -> Result<Self> {
+        if let Some((source, origin)) = self.for_tools.as_ref().filter(|_| name == "tools") {
+            (self.source, self.origin) = (source.clone(), origin.clone());
+        }
         let wrong = |error| InputError(format!("the chat template of {}: {error}", self.origin));
         if SET.contains(&name) {
             return Err(wrong(InputError(format!("{name} is the conversation's"))).into());
         }
-        let for_tools = self.for_tools.clone().filter(|_| name == "tools");
-        let source = for_tools.unwrap_or_else(|| self.source.clone());
         self.variables.insert(name.into(), json.into());
         // Those that were set before may be variables of the other template only.
         for (name, json) in &self.variables {
-            jinja::check_variable(&source, name, json).map_err(wrong)?;
+            jinja::check_variable(&self.source, name, json).map_err(wrong)?;
         }
-        self.source = source;
         Ok(self)
     }
 
@@ -158,14 +158,15 @@ impl ChatTemplate {
 
     /// Returns the template, and that of conversations with tools if it is another one.
     pub(crate) fn sources(&self) -> (&str, Option<&str>) {
-        (&self.source, self.for_tools.as_deref())
+        (&self.source, self.for_tools.as_ref().map(|(source, _)| &**source))
     }
 
-    /// Has another template where there are tools.
-    fn with_tool_use(self, source: Option<String>) -> Result<Self> {
-        let wrong = |error| InputError(format!("the chat template \"tool_use\" of {}: {error}", self.origin));
-        source.as_deref().map_or(Ok(()), jinja::check).map_err(wrong)?;
-        Ok(Self { for_tools: source.map(Into::into), ..self })
+    /// Has another template where there are tools; `origin` names its file in errors.
+    fn with_tool_use(self, source: Option<String>, origin: String) -> Result<Self> {
+        let Some(source) = source else { return Ok(self) };
+        jinja::check(&source)
+            .map_err(|error| InputError(format!("the chat template of {origin}: {error}")))?;
+        Ok(Self { for_tools: Some((source.into(), origin)), ..self })
     }
 
     /// Returns the text of a conversation, up to where the model writes its reply. `now` is the local time, which some

@@ -43,11 +43,12 @@ pub(crate) fn in_folder(folder: &Path) -> Result<Option<ChatTemplate>> {
         source => {
             let origin = jinja.display().to_string();
             let template = ChatTemplate::new(&source.with_context(|| origin.clone())?, &origin, tokens)?;
-            let for_tools = match regular::read_text(folder.join(TOOL_USE), regular::CONFIG) {
+            let path = folder.join(TOOL_USE);
+            let for_tools = match regular::read_text(&path, regular::CONFIG) {
                 Err(error) if error.kind() == ErrorKind::NotFound => None,
-                source => Some(source.with_context(|| folder.join(TOOL_USE).display().to_string())?),
+                source => Some(source.with_context(|| path.display().to_string())?),
             };
-            return template.with_tool_use(for_tools).map(Some);
+            return template.with_tool_use(for_tools, path.display().to_string()).map(Some);
         }
     }
     let (origin, fields) = match fields.get("chat_template") {
@@ -70,7 +71,10 @@ pub(crate) fn in_folder(folder: &Path) -> Result<Option<ChatTemplate>> {
         }
         Some(_) => bail!("{}: chat_template is no text", origin.display()),
     };
-    ChatTemplate::new(&source, &origin.display().to_string(), tokens)?.with_tool_use(for_tools).map(Some)
+    let tool_use = format!("{}, \"tool_use\"", origin.display());
+    ChatTemplate::new(&source, &origin.display().to_string(), tokens)?
+        .with_tool_use(for_tools, tool_use)
+        .map(Some)
 }
 
 /// Returns the template in the metadata of the GGUF file at `path`; `None` without one.
@@ -84,7 +88,10 @@ pub(crate) fn in_metadata(metadata: &BTreeMap<String, Stored>, path: &Path) -> R
     };
     let Some(source) = text(TEMPLATE)? else { return Ok(None) };
     let tokens = tokens(metadata, path)?;
-    ChatTemplate::new(&source, &path.display().to_string(), tokens)?.with_tool_use(text(FOR_TOOLS)?).map(Some)
+    let tool_use = format!("{}, {FOR_TOOLS}", path.display());
+    ChatTemplate::new(&source, &path.display().to_string(), tokens)?
+        .with_tool_use(text(FOR_TOOLS)?, tool_use)
+        .map(Some)
 }
 
 /// Returns the special tokens in the metadata of the GGUF file at `path`, by their names.

@@ -74,7 +74,8 @@ impl DTensor {
             &inputs,
             || self.linear_signature(weight, bias),
             |x, _| {
-                Ok(crate::kernels::linear(x[0].to_local(), x[1].to_local(), x.get(2).map(DTensor::to_local))?)
+                let bias = x.get(2).map(DTensor::to_local);
+                Ok(crate::kernels::linear(x[0].to_local(), x[1].to_local(), bias)?)
             },
         )
     }

@@ -16,6 +16,7 @@ mod json;
 mod methods;
 mod ops;
 mod parse_json;
+mod sequences;
 mod text;
 mod value;
 mod work;

@@ -29,20 +29,6 @@ impl Weights {
         self.read_quantized_matrix(name, None, block, device)
     }
 
-    /// Like [`read_quantized`](Self::read_quantized), of the matrix `index` of a tensor `[matrices, rows, columns]`.
-    ///
-    /// # Errors
-    /// Those of [`read_quantized`](Self::read_quantized), and if there is no such matrix.
-    pub fn read_quantized_at(
-        &self,
-        name: &str,
-        index: usize,
-        block: [Range<usize>; 2],
-        device: &Device,
-    ) -> Result<QTensor> {
-        self.read_quantized_matrix(name, Some(index), block, device)
-    }
-
     /// Reads rows and columns of a matrix, or of the matrix `index` of several.
     pub(crate) fn read_quantized_matrix(
         &self,

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::thread;
 
 use test_utils::Attacks;
 
@@ -32,9 +33,7 @@ const LONGEST: [&str; 2] = ["\"max_position_embeddings\": 64", "\"max_position_e
 fn what_is_not_the_file_is_refused_and_the_next_run_is_whole() {
     let mut attacks = Attacks::new("a server");
     let folder = tempfile::tempdir().unwrap();
-    let server = Server::start(files(folder.path(), 7));
-    let clean = tempfile::tempdir().unwrap();
-    let want = info(&server, clean.path(), SMALL).unwrap().unwrap();
+    let served = files(folder.path(), 7);
     let manners = [
         Manner::Endless,
         Manner::Drips,
@@ -53,27 +52,37 @@ fn what_is_not_the_file_is_refused_and_the_next_run_is_whole() {
         Manner::Called("0123456789abcdef0123456789abcdef01234567"),
         Manner::Called("0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"),
     ];
-    for file in ["config.json", "tokenizer.json", "model.safetensors"] {
-        for manner in manners {
-            // The name of weights is what their first answer says.
-            if file == "model.safetensors" && matches!(manner, Manner::Called(_)) {
-                continue;
-            }
-            attacks.attack(format!("{manner:?} for {file}"), || -> Result<(), String> {
-                let home = tempfile::tempdir().map_err(|error| error.to_string())?;
-                server.manner(file, Some(manner));
-                let said = info(&server, home.path(), SMALL);
-                server.manner(file, None);
-                match said? {
-                    Ok(said) => return Err(format!("runs: {said}")),
-                    Err(said) if !said.contains(file) => return Err(format!("names no file: {said}")),
-                    Err(_) => {}
-                }
-                let got = info(&server, home.path(), SMALL)??;
-                if got == want { Ok(()) } else { Err(format!("then {got}")) }
-            });
+    let tried = |server: &Server, file: &str, manner: Manner, want: &str| -> Result<(), String> {
+        let home = tempfile::tempdir().map_err(|error| error.to_string())?;
+        server.manner(file, Some(manner));
+        let said = info(server, home.path(), SMALL);
+        server.manner(file, None);
+        match said? {
+            Ok(said) => return Err(format!("runs: {said}")),
+            Err(said) if !said.contains(file) => return Err(format!("names no file: {said}")),
+            Err(_) => {}
         }
-    }
+        let got = info(server, home.path(), SMALL)??;
+        if got == want { Ok(()) } else { Err(format!("then {got}")) }
+    };
+    // A server for each file: programs wait for most of their time.
+    let on_file = |file: &'static str| {
+        let server = Server::start(served.clone());
+        let clean = tempfile::tempdir().unwrap();
+        let want = info(&server, clean.path(), SMALL).unwrap().unwrap();
+        // The name of weights is what their first answer says.
+        let is_for = |manner: &Manner| file != "model.safetensors" || !matches!(manner, Manner::Called(_));
+        let manners = manners.into_iter().filter(is_for);
+        manners.map(|manner| (manner, tried(&server, file, manner, &want))).collect::<Vec<_>>()
+    };
+    thread::scope(|scope| {
+        let names = ["config.json", "tokenizer.json", "model.safetensors"];
+        for (file, outcomes) in names.map(|file| (file, scope.spawn(move || on_file(file)))) {
+            for (manner, outcome) in outcomes.join().unwrap() {
+                attacks.attack(format!("{manner:?} for {file}"), || outcome);
+            }
+        }
+    });
     attacks.assert();
 }
 

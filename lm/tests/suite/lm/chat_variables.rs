@@ -141,6 +141,16 @@ fn the_command_line_sets_variables_and_tools_of_the_template() {
     fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
     assert_eq!(rendered(with(&[], Some(&tools))), "F2");
     assert_eq!(rendered(with(&[], None)), "|Hi");
+    // An error names the file that it is in: as that is read, at a variable, and as it runs.
+    assert!(refused(with(&["moods=1"], Some(&tools))).contains("tool_use.jinja: it has no variable moods"));
+    assert!(refused(with(&["moods=1"], None)).contains("chat_template.jinja: it has no variable moods"));
+    fs::write(other.join("tool_use.jinja"), "{{ tools | length }}{{ raise_exception('no map') }}").unwrap();
+    let for_tools = with(&[], Some(&tools)).unwrap().unwrap();
+    let said =
+        for_tools.render(&[ChatMessage::new("user", "Hi")], date(2026, 3, 7).at(9, 5, 0, 0)).unwrap_err();
+    assert!(format!("{said:#}").contains("tool_use.jinja fails: "), "{said:#}");
+    fs::write(other.join("tool_use.jinja"), "{% for").unwrap();
+    assert!(refused(with(&[], None)).contains("tool_use.jinja: "));
     fs::remove_dir_all(other).unwrap();
     // Or beside the first one.
     let named = json!([{"name": "default", "template": template}, {"name": "tool_use", "template": "T{{ tools | length }}"}]);

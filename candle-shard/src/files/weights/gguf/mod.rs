@@ -1,6 +1,9 @@
 //! The header of a GGUF file: metadata, and where each tensor lies.
 //!
 //! Counts, lengths, types and offsets are checked against the length of the file before memory is taken for them.
+//!
+#![doc = include_str!("README.md")]
+
 mod bytes;
 pub(super) mod codes;
 pub(super) mod scaled;

@@ -2,6 +2,7 @@
 //!
 #![doc = include_str!("README.md")]
 
+mod bitsandbytes;
 mod codes;
 mod decode;
 mod layers;
