@@ -12,7 +12,7 @@ use crate::fsdp::{Sharder, Unit};
 use crate::kernels::QuantizedMatrix;
 use crate::layout::{Axes, Placement, Placements, Replicate, RowsOf, Shard, Spec, StoredName, axes_of};
 use crate::nn::{Parameter, Parameters, Width};
-use crate::parallel::{LayerKind, ModuleStyle, Plan};
+use crate::parallel::{LayerKind, ModuleStyle, Plan, Shares};
 use crate::tensor::VarRegistry;
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -87,6 +87,8 @@ pub struct MeshVarBuilder {
     pub(super) adapter: Option<usize>,
     /// Factors of adapters that several layers of this model have in common, by name.
     pub(super) shared_factors: Arc<Mutex<HashMap<String, DTensor>>>,
+    /// The shares in which layers are cut, if not in those of the plan.
+    shares: Option<Shares>,
     /// Whether quantized parameters are read as floats.
     dequantized: bool,
     /// Whether parameters are zeros that take no memory.
@@ -217,6 +219,7 @@ impl MeshVarBuilder {
             adapters: None,
             adapter: None,
             shared_factors: Arc::default(),
+            shares: None,
             dequantized: false,
             is_outline: false,
             sharder: None,
@@ -261,6 +264,41 @@ impl MeshVarBuilder {
     /// Returns a builder for which no parameter is [quantized](Self::quantized_block): all are held as floats.
     pub fn dequantized(&self) -> Self {
         Self { dequantized: true, ..self.clone() }
+    }
+
+    /// Returns a builder whose layers are cut in these shares of the ranks of the plan's axis, instead of those of the
+    /// [plan](Plan::with_shares): for example to [make up](Shares::beside) for heads that do not divide.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist::World;
+    /// use candle_shard::Result;
+    /// use candle_shard::nn::{Linear, MeshVarBuilder};
+    /// use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, Shares};
+    ///
+    /// let rows = World::threads(2).run(|ctx| -> Result<usize> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     let plan = Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
+    ///     let vb = MeshVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+    ///     let vb = vb.with_shares(Shares::new(&[1, 3])?)?;
+    ///     let up = Linear::new(4, 8, false, &vb.pp("up"))?;
+    ///     Linear::new(8, 4, false, &vb.pp("down"))?;
+    ///     Ok(up.weight().to_local().dims()[0])
+    /// })?;
+    /// assert_eq!(rows, [2, 6]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If there are more or fewer shares than ranks.
+    pub fn with_shares(&self, shares: Shares) -> Result<Self> {
+        self.shared.plan.check_shares(Some(&shares), &self.shared.mesh)?;
+        Ok(Self { shares: Some(shares), ..self.clone() })
+    }
+
+    /// Returns the shares in which layers are cut, if these are unlike.
+    pub fn shares(&self) -> Option<&Shares> {
+        self.shares.as_ref().or_else(|| self.shared.plan.shares())
     }
 
     /// Returns a builder whose parameters are zeros that take no memory and get no gradients, for which nothing is read: to find out what
@@ -349,7 +387,7 @@ impl MeshVarBuilder {
     /// Returns the plan's style for this layer.
     pub fn style(&self) -> ModuleStyle {
         let mut matched = self.shared.matched.lock().unwrap_or_else(PoisonError::into_inner);
-        self.shared.plan.style_of(&self.path, &self.shared.mesh, &mut matched)
+        self.shared.plan.style_of(&self.path, (&self.shared.mesh, self.shares()), &mut matched)
     }
 
     /// Returns no style, for a layer at the builder's path that plans cannot cut.
@@ -362,7 +400,7 @@ impl MeshVarBuilder {
     /// # Errors
     /// If the mesh has no such axis.
     pub fn shard_sizes(&self, width: impl Into<Width>) -> Result<Dims> {
-        self.shared.plan.cut(width.into(), &self.shared.mesh)
+        self.shared.plan.cut(width.into(), &self.shared.mesh, self.shares())
     }
 
     /// Creates the parameter `name` of this module: global `shape`, placed on the plan's axis as `placement` says.
