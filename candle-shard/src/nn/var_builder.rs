@@ -27,6 +27,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// The place of a tensor in files, and the rows and columns of it.
 pub(super) type BlockKey = (TensorPlace, Range<usize>, Range<usize>);
 
+/// What is held of places of files, of which a builder may have [several](MeshVarBuilder::with_weights).
+type HeldBlocks<T> = HashMap<(usize, BlockKey), T>;
+
 /// What tells some full names of parameters from others.
 type NamePredicate = dyn Fn(&str) -> bool + Send + Sync;
 
@@ -40,14 +43,16 @@ struct BuilderState {
     built: Mutex<Vec<Parameter>>,
     registry: Arc<VarRegistry>,
     /// The quantized weights that are held, and the bytes of those that ranks hold together.
-    matrices: Mutex<HashMap<BlockKey, QuantizedMatrix>>,
-    pieces: Mutex<HashMap<BlockKey, Tensor>>,
+    matrices: Mutex<HeldBlocks<QuantizedMatrix>>,
+    pieces: Mutex<HeldBlocks<Tensor>>,
     /// The bytes of quantized weights, which are no parameters.
     quantized_bytes: AtomicUsize,
     /// The elements of parameters that only have an outline.
     outlined: AtomicUsize,
     /// The entries of the plan that matched a module.
     matched: Mutex<BTreeSet<usize>>,
+    /// How many parts of the model have files of their own.
+    files: AtomicUsize,
     completion: BuildStatus,
 }
 
@@ -87,6 +92,8 @@ pub struct MeshVarBuilder {
     pub(super) adapter: Option<usize>,
     /// Factors of adapters that several layers of this model have in common, by name.
     pub(super) shared_factors: Arc<Mutex<HashMap<String, DTensor>>>,
+    /// The files of this part of the model, if it has some of its own, with their number.
+    files: Option<(usize, Arc<Weights>)>,
     /// The shares in which layers are cut, if not in those of the plan.
     shares: Option<Shares>,
     /// Whether quantized parameters are read as floats.
@@ -209,6 +216,7 @@ impl MeshVarBuilder {
             matrices: Mutex::default(),
             pieces: Mutex::default(),
             matched,
+            files: AtomicUsize::new(0),
             completion: BuildStatus::default(),
         };
         Ok(Self {
@@ -219,6 +227,7 @@ impl MeshVarBuilder {
             adapters: None,
             adapter: None,
             shared_factors: Arc::default(),
+            files: None,
             shares: None,
             dequantized: false,
             is_outline: false,
@@ -600,15 +609,16 @@ impl MeshVarBuilder {
 
     /// Returns the files that parameters are read from, if they are.
     pub(super) fn stored(&self) -> Option<&Arc<Weights>> {
-        match &*self.shared.source {
-            ParameterSource::Stored(weights) => Some(weights),
+        match (&self.files, &*self.shared.source) {
+            (Some((_, weights)), _) | (None, ParameterSource::Stored(weights)) => Some(weights),
             _ => None,
         }
     }
 
     /// Returns the source of the model's own parameters.
     pub(super) fn own_source(&self) -> Arc<ParameterSource> {
-        self.shared.source.clone()
+        let own = self.files.as_ref().map(|(_, weights)| ParameterSource::Stored(weights.clone()));
+        own.map_or_else(|| self.shared.source.clone(), Arc::new)
     }
 
     /// Returns the number of columns in a block of the parameter `name` of this module, if files store it quantized;
@@ -662,12 +672,13 @@ impl MeshVarBuilder {
 
     fn held<T: Clone>(
         &self,
-        of: impl Fn(&BuilderState) -> &Mutex<HashMap<BlockKey, T>>,
+        of: impl Fn(&BuilderState) -> &Mutex<HeldBlocks<T>>,
         key: BlockKey,
         bytes: impl Fn(&T) -> usize,
         read: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         let mut held = of(&self.shared).lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (self.files.as_ref().map_or(0, |(number, _)| *number), key);
         if let Some(known) = held.get(&key) {
             return Ok(known.clone());
         }
