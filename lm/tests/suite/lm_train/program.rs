@@ -252,8 +252,8 @@ fn fully_sharded_ranks_hold_pieces() {
 fn what_no_machine_has_memory_for_is_refused_before_it_is_taken() {
     use candle_lm::config::Config;
 
-    let place = Place::new(&Config { num_hidden_layers: 64, ..config(4, 2) });
-    let batch = "--batch 16777216 --seq-len 32";
+    let place = Place::new(&Config { num_hidden_layers: 64, ..config(8, 4) });
+    let batch = "--batch 4194304 --seq-len 32";
     for (flags, wanted) in [
         ("--tp 2 --lora r=1000000000", "a smaller r"),
         ("--dp 2 --tp 1 --fsdp --batch 4 --lora r=1000000000", "a smaller r"),
