@@ -1,6 +1,6 @@
 //! Attention of a decoder layer: projections, norms of heads, rotary positions, and the keys and values of a cache.
 
-use candle_shard::nn::{Init, MeshVarBuilder, TextCache, TextTokens, Width};
+use candle_shard::nn::{Heads, Init, MeshVarBuilder, TextCache, TextTokens, Width};
 use candle_shard::{Attention, DTensor, Error, Placements, Result, Shard};
 
 use crate::TOKEN_AXIS;
@@ -93,6 +93,26 @@ impl SelfAttention {
             is_tempered: parts.temperature.is_some_and(|tempered| tempered.is_of_rotary == is_rotary),
             is_gated: parts.gated_attention,
         })
+    }
+
+    /// How many numbers of its matrices each rank has, if some have more than others: heads are whole. Keys that ranks have in common
+    /// count on none.
+    pub(crate) fn unlike_loads(&self, config: &Config, vb: &MeshVarBuilder) -> Result<Vec<usize>> {
+        let (sizes, parts) = (vb.shard_sizes(self.qkv.width())?, &config.parts);
+        if sizes.windows(2).all(|pair| pair[0] == pair[1]) {
+            return Ok(Vec::new());
+        }
+        let Heads { query, key_value, dim } = config.heads_of(self.layer);
+        let group = query / key_value.max(1);
+        let are_apart = sizes.iter().all(|size| size.is_multiple_of(group * dim));
+        let pairs = match self.key_source {
+            None if are_apart => 1 + usize::from(parts.has_values(self.layer)),
+            _ => 0,
+        };
+        // Queries, perhaps with gates, and the output.
+        let of_queries = 2 + usize::from(self.is_gated);
+        let of_rank = |size: &usize| config.hidden_size * (size * of_queries + size / group * pairs);
+        Ok(sizes.iter().map(of_rank).collect())
     }
 
     /// What attention adds to states `[batch, tokens, hidden]`. `shared` has the keys and values of layers before that others use too, and

@@ -1,7 +1,8 @@
 //! The feed-forward network of a layer: one for all tokens, or experts of which each token uses some, perhaps beside one for all.
 
 use candle_nn::Activation;
-use candle_shard::nn::{Init, MeshVarBuilder, MoE, MoEConfig, Mode};
+use candle_shard::nn::{Init, MeshVarBuilder, MoE, MoEConfig, Mode, Width};
+use candle_shard::parallel::Shares;
 use candle_shard::{DTensor, Error, Placements, Replicate, Result, Shard};
 
 use crate::config::Config;
@@ -53,15 +54,24 @@ pub(crate) struct Dense {
     factors: [f64; 2],
 }
 
+/// The columns between which floats are cut, where they are not cut evenly: fast kernels take these at once.
+const ALIGNED: usize = 8;
+
 /// The dim of tokens in hidden states `[batch, tokens, hidden]`.
 const TOKENS: usize = 1;
 
 impl FeedForward {
-    /// The network of this layer, whose path the builder has.
-    pub(crate) fn new(config: &Config, layer: usize, of_layer: &MeshVarBuilder) -> Result<Self> {
+    /// The network of this layer, whose path the builder has. Without experts it makes up for the `loads` of ranks before it, if there are
+    /// some.
+    pub(crate) fn new(
+        config: &Config,
+        layer: usize,
+        loads: &[usize],
+        of_layer: &MeshVarBuilder,
+    ) -> Result<Self> {
         let vb = &of_layer.pp("mlp");
         let Some(experts) = config.parts.experts(layer) else {
-            return Ok(Self::Dense(Box::new(Dense::new(config, config.inner_of(layer), vb)?)));
+            return Ok(Self::Dense(Box::new(Dense::beside(loads, config, config.inner_of(layer), vb)?)));
         };
         if experts.beside_dense {
             let inner = config.inner_of(layer);
@@ -98,8 +108,23 @@ impl FeedForward {
 
 impl Dense {
     fn new(config: &Config, inner: usize, vb: &MeshVarBuilder) -> Result<Self> {
+        Self::cut(config, in_blocks(inner, granule(&vb.pp("down_proj"))), vb)
+    }
+
+    /// A network that is cut so that it makes up for the loads of ranks, in numbers of weights, if there are some.
+    fn beside(loads: &[usize], config: &Config, inner: usize, vb: &MeshVarBuilder) -> Result<Self> {
+        if loads.is_empty() {
+            return Self::new(config, inner, vb);
+        }
+        let width = in_blocks(inner, granule(&vb.pp("down_proj")).max(ALIGNED));
+        let of_column = config.hidden_size * (2 + usize::from(config.parts.gated));
+        let shares = Shares::beside(loads, width.units, width.unit * of_column)?;
+        Self::cut(config, width, &vb.with_shares(shares)?)
+    }
+
+    /// A network of this inner width, which is cut between its units.
+    fn cut(config: &Config, inner: Width, vb: &MeshVarBuilder) -> Result<Self> {
         let (hidden, parts) = (config.hidden_size, &config.parts);
-        let inner = in_blocks(inner, granule(&vb.pp("down_proj")));
         Ok(Self {
             gate: match parts.gated {
                 true => Some(Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("gate_proj"))?),

@@ -152,12 +152,19 @@ impl DecoderLayer {
             }
             names => names,
         };
+        let mixer = Mixer::new(config, layer, vb)?;
+        let loads = match &mixer {
+            Some(Mixer::Attention(attention)) if vb.shares().is_none() => {
+                attention.unlike_loads(config, vb)?
+            }
+            _ => Vec::new(),
+        };
         Ok(Self {
             norms: [norm(a)?, norm(b)?, norm(c)?, norm(d)?],
-            mixer: Mixer::new(config, layer, vb)?,
+            mixer,
             feed_forward: parts
                 .has_feed_forward(layer)
-                .then(|| FeedForward::new(config, layer, vb))
+                .then(|| FeedForward::new(config, layer, &loads, vb))
                 .transpose()?,
             router: None,
             branch_scale: parts.branch_scale,

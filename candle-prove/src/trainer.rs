@@ -17,10 +17,11 @@ use candle_pipe::graph::Scope;
 use candle_pipe::microbatch::microbatch_sizes;
 use candle_pipe::{EqualCount, Keep, LossReduction, PipeBuilder, Result, Runtime, StepOptions};
 use candle_shard::fsdp::{FullyShardOptions, no_sync};
-use candle_shard::nn::{AdamW, MeshVarBuilder, Mode, Optimizer, Parameters};
+use candle_shard::nn::{AdamW, MeshVarBuilder, Mode, Optimizer, Parameter, Parameters};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, checkpoint, observe, strict};
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::ops::Range;
 use std::panic::Location;
 use std::path::Path;
@@ -218,8 +219,13 @@ impl<'a> ModelTrainer<'a> {
             // Fresh weights of another dtype are other draws.
             let drawn = Setup { dtype: rounded, rounded: None, ..setup.clone() };
             let drawn = ModelTrainer::on(subject, &drawn, group)?;
-            for (p, from) in parameters.iter().zip(drawn.parameters.iter()) {
-                p.var.set(&from.var.to_dtype(p.var.dtype())?)?;
+            // Weights that stay codes in one dtype are parameters in others.
+            let drawn: HashMap<&str, &Parameter> =
+                drawn.parameters.iter().map(|from| (from.name.as_str(), from)).collect();
+            for p in parameters.iter() {
+                if let Some(from) = drawn.get(p.name.as_str()) {
+                    p.var.set(&from.var.to_dtype(p.var.dtype())?)?;
+                }
             }
         }
         let averages = matches!(model, RankModel::Layers { .. })

@@ -234,19 +234,40 @@ impl FloatPanels for ScaledCodes {
                 let scale = scales.at(stored, line + at / width - across.start);
                 let out = &mut out[at - wanted.start..end - wanted.start];
                 if per == 1 {
-                    let codes = &codes[at - first..end - first];
-                    for (out, &code) in out.iter_mut().zip(codes) {
-                        *out = table[usize::from(code)] * scale * factor;
-                    }
+                    bytes_to_floats(table, &codes[at - first..end - first], [scale, *factor], out);
                 } else {
-                    for (out, column) in out.iter_mut().zip(at..) {
-                        let code = codes[column / 2 - of_row.start] >> (4 * (column % 2)) & 15;
-                        *out = table[usize::from(code)] * scale * factor;
-                    }
+                    halves_to_floats(table, &codes[at / 2 - of_row.start..], at % 2, [scale, *factor], out);
                 }
                 at = end;
             }
         }
+    }
+}
+
+/// Writes the floats of codes of a byte. A table of a known size needs no check of each code.
+fn bytes_to_floats(table: &[f32], codes: &[u8], [scale, factor]: [f32; 2], out: &mut [f32]) {
+    let Some(table) = table.first_chunk::<256>() else { return };
+    for (out, &code) in out.iter_mut().zip(codes) {
+        *out = table[usize::from(code)] * scale * factor;
+    }
+}
+
+/// Writes the floats of codes of half a byte, of which the first byte has `skipped` more before.
+fn halves_to_floats(table: &[f32], codes: &[u8], skipped: usize, [scale, factor]: [f32; 2], out: &mut [f32]) {
+    let Some(table) = table.first_chunk::<16>() else { return };
+    // Few codes share a scale: each is multiplied once.
+    let table = table.map(|value| value * scale * factor);
+    let (begun, codes) = codes.split_at(skipped.min(codes.len()));
+    let (second, out) = out.split_at_mut(begun.len().min(out.len()));
+    for (out, code) in second.iter_mut().zip(begun) {
+        *out = table[usize::from(code >> 4)];
+    }
+    let (pairs, last) = out.as_chunks_mut::<2>();
+    for (pair, code) in pairs.iter_mut().zip(codes) {
+        *pair = [table[usize::from(code & 15)], table[usize::from(code >> 4)]];
+    }
+    if let ([last], Some(code)) = (last, codes.get(pairs.len())) {
+        *last = table[usize::from(code & 15)];
     }
 }
 

@@ -19,7 +19,8 @@ use super::frozen::FrozenModules;
 use super::loop_state::LoopState;
 use super::recipe::Recipe;
 use super::resume::TrainState;
-use crate::adapter::AdapterConfig;
+use super::trainer::StepOutput;
+use crate::adapter::{self, AdapterConfig};
 use crate::config::Config;
 use crate::cut::{DecoderPipe, StageCut};
 use crate::declare;
@@ -110,6 +111,20 @@ impl Job {
         learner(&config, self.recipe.seq_len, self.recompute, replicas, &cut)
     }
 
+    /// How many numbers are learned: those of the adapter, or of the model without what is frozen.
+    ///
+    /// # Errors
+    /// If the adapter does not fit the model.
+    pub fn learned(&self) -> Result<usize> {
+        let mut tensors = match &self.lora {
+            Some(config) => adapter::tensors(adapter::TRAINED, config, &self.files)?,
+            None => self.files.config.learned(),
+        };
+        tensors.retain(|(name, _)| !self.recipe.freeze.contains(name));
+        let numbers = tensors.iter().map(|(_, shape)| shape.iter().copied().fold(1, usize::saturating_mul));
+        Ok(numbers.fold(0, usize::saturating_add))
+    }
+
     /// Whether replicas train apart.
     pub fn is_local(&self) -> bool {
         self.recipe.local.is_some()
@@ -131,6 +146,11 @@ impl Job {
         let (text, every) = self.valid.as_ref()?;
         let is_due = every.map_or_else(|| self.saves_after(steps), |every| steps.is_multiple_of(every));
         (is_due || steps == self.recipe.rate.steps).then_some(text)
+    }
+
+    /// The last step before the checkpoint, if its loss of the validation text is still to be computed.
+    pub fn unvalidated(&self) -> Option<StepOutput> {
+        self.progress.unvalidated.filter(|_| self.valid.is_some())
     }
 
     /// How far the training is when so many steps are made.

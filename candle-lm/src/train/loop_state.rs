@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::corpus::Stamp;
 use super::scaler::GradScaler;
+use super::trainer::StepOutput;
 
 /// The loop of a training between two steps. A checkpoint that was made without it begins anew.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -22,6 +23,8 @@ pub struct LoopState {
     pub valid: Option<Stamp>,
     /// The losses of that text since then, which were no lower.
     pub validations_since_best: usize,
+    /// The last step, if a signal came before the loss of that text, which was due, was known.
+    pub unvalidated: Option<StepOutput>,
 }
 
 /// The least loss of the text of `--valid`.

@@ -20,7 +20,7 @@ use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::{AdamW, MeshVarBuilder, ParamGroup, Parameter, Parameters};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::data::BatchPart;
+use super::data::{BatchPart, TrainingData};
 use super::folder::SaveFolder;
 use super::job::Job;
 use super::local::{self, LocalReplica};
@@ -35,13 +35,15 @@ use crate::model::Decoder;
 use crate::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
 
 /// One step, as all ranks know it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepOutput {
     /// Its number, the first being 0.
     pub step: usize,
     /// The mean loss of all tokens of the batch, before the step; of those of this replica, if replicas train apart.
+    #[serde(deserialize_with = "number")]
     pub loss: f64,
     /// The norm of the gradients, before they were bounded.
+    #[serde(deserialize_with = "number")]
     pub grad_norm: f64,
     /// The norm of the change of the parameters, relative to their norm, if the job asks for it; 0 for a step that was left out.
     pub update_norm: Option<f64>,
@@ -105,6 +107,10 @@ pub struct TrainOutput {
 }
 
 /// Reads numbers of JSON, which has null for those that are not finite.
+fn number<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
+}
+
 fn numbers<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<f64>, D::Error> {
     let read = Vec::<Option<f64>>::deserialize(from)?;
     Ok(read.into_iter().map(|number| number.unwrap_or(f64::NAN)).collect())
@@ -132,7 +138,12 @@ pub fn train(
     let mut trainer = Trainer::new(ctx, job)?;
     let load = began.elapsed().as_secs_f64();
     show(None)?;
+    let late = late_validation(&mut trainer)?;
+    if let Some(made) = late {
+        show(Some(made))?;
+    }
     let (mut losses, mut grad_norms, mut valid) = (Vec::new(), Vec::new(), Vec::new());
+    valid.extend(late.and_then(|made| Some((job.start, made.valid?))));
     let (mut seconds, mut sent, mut end) = (0.0, 0, TrainEnd::Steps);
     for step in job.steps() {
         let (made, counts) = comm::record(|| trainer.step(step));
@@ -143,12 +154,14 @@ pub fn train(
         seconds += made.seconds;
         let steps = step + 1;
         let mut is_best = false;
-        // Who is asked to stop has no time for more.
-        if let Some(text) = job.validates_after(steps).filter(|_| !made.stops) {
-            let loss = valid::loss(job, text, &trainer.world, &trainer.mesh, &trainer.runtime)?;
+        trainer.progress.unvalidated = None;
+        if let Some(text) = job.validates_after(steps) {
+            // Who is asked to stop has no time for more.
+            let loss = if made.stops { None } else { trainer.validation_loss(text)? };
             valid.extend(loss.map(|loss| (steps, loss)));
             (made.valid, made.stops) = (loss, loss.is_none());
             is_best = loss.is_some_and(|loss| trainer.progress.validate(steps, loss));
+            trainer.progress.unvalidated = loss.is_none().then_some(made);
         }
         show(Some(made))?;
         let has_patience = job.patience.is_none_or(|most| trainer.progress.validations_since_best < most);
@@ -185,6 +198,17 @@ pub fn train(
         skipped: trainer.progress.skipped,
         best: trainer.progress.best,
     })
+}
+
+/// Makes up for a validation that a signal left out before the checkpoint, and returns the step that it follows.
+fn late_validation(trainer: &mut Trainer<'_>) -> Result<Option<StepOutput>> {
+    let job = trainer.job;
+    let (Some(made), Some((text, _))) = (job.unvalidated(), &job.valid) else { return Ok(None) };
+    let valid = trainer.validation_loss(text)?;
+    if let Some(loss) = valid {
+        trainer.progress.validate(job.start, loss);
+    }
+    Ok(Some(StepOutput { valid, stops: false, ..made }))
 }
 
 /// One rank's part of a model that learns.
@@ -326,6 +350,11 @@ impl<'a> Trainer<'a> {
             saves,
             weights_at_once: Cell::new(0),
         })
+    }
+
+    /// The mean loss of a text that nothing is learned from; `None` if a rank is asked to stop before.
+    fn validation_loss(&self, text: &TrainingData) -> Result<Option<f64>> {
+        valid::loss(self.job, text, &self.world, &self.mesh, &self.runtime)
     }
 
     /// What this rank holds.

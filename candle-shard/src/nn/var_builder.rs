@@ -11,7 +11,7 @@ use crate::files::weights::TensorPlace;
 use crate::fsdp::{Sharder, Unit};
 use crate::kernels::QuantizedMatrix;
 use crate::nn::{Parameter, Parameters, Width};
-use crate::parallel::{LayerKind, ModuleStyle, Plan};
+use crate::parallel::{LayerKind, ModuleStyle, Plan, Shares};
 use crate::tensor::VarRegistry;
 use crate::{DTensor, Result, Weights};
 use candle_core::{DType, Device, Tensor};
@@ -24,6 +24,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// The place of a tensor in files, and the rows and columns of it.
 pub(super) type BlockKey = (TensorPlace, Range<usize>, Range<usize>);
+
+/// What is held of places of files, of which a builder may have [several](MeshVarBuilder::with_weights).
+type HeldBlocks<T> = HashMap<(usize, BlockKey), T>;
 
 /// What tells some full names of parameters from others.
 type NamePredicate = dyn Fn(&str) -> bool + Send + Sync;
@@ -38,14 +41,16 @@ struct BuilderState {
     built: Mutex<Vec<Parameter>>,
     registry: Arc<VarRegistry>,
     /// The quantized weights that are held, and the bytes of those that ranks hold together.
-    matrices: Mutex<HashMap<BlockKey, QuantizedMatrix>>,
-    pieces: Mutex<HashMap<BlockKey, Tensor>>,
+    matrices: Mutex<HeldBlocks<QuantizedMatrix>>,
+    pieces: Mutex<HeldBlocks<Tensor>>,
     /// The bytes of quantized weights, which are no parameters.
     quantized_bytes: AtomicUsize,
     /// The elements of parameters that only have an outline.
     outlined: AtomicUsize,
     /// The entries of the plan that matched a module.
     matched: Mutex<BTreeSet<usize>>,
+    /// How many parts of the model have files of their own.
+    files: AtomicUsize,
     completion: BuildStatus,
 }
 
@@ -85,6 +90,10 @@ pub struct MeshVarBuilder {
     pub(super) adapter: Option<usize>,
     /// Factors of adapters that several layers of this model have in common, by name.
     pub(super) shared_factors: Arc<Mutex<HashMap<String, DTensor>>>,
+    /// The files of this part of the model, if it has some of its own, with their number.
+    files: Option<(usize, Arc<Weights>)>,
+    /// The shares in which layers are cut, if not in those of the plan.
+    shares: Option<Shares>,
     /// Whether quantized parameters are read as floats.
     dequantized: bool,
     /// Whether parameters are zeros that take no memory.
@@ -205,6 +214,7 @@ impl MeshVarBuilder {
             matrices: Mutex::default(),
             pieces: Mutex::default(),
             matched,
+            files: AtomicUsize::new(0),
             completion: BuildStatus::default(),
         };
         Ok(Self {
@@ -215,6 +225,8 @@ impl MeshVarBuilder {
             adapters: None,
             adapter: None,
             shared_factors: Arc::default(),
+            files: None,
+            shares: None,
             dequantized: false,
             is_outline: false,
             sharder: None,
@@ -259,6 +271,41 @@ impl MeshVarBuilder {
     /// Returns a builder for which no parameter is [quantized](Self::quantized_block): all are held as floats.
     pub fn dequantized(&self) -> Self {
         Self { dequantized: true, ..self.clone() }
+    }
+
+    /// Returns a builder whose layers are cut in these shares of the ranks of the plan's axis, instead of those of the
+    /// [plan](Plan::with_shares): for example to [make up](Shares::beside) for heads that do not divide.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist::World;
+    /// use candle_shard::Result;
+    /// use candle_shard::nn::{Linear, MeshVarBuilder};
+    /// use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, Shares};
+    ///
+    /// let rows = World::threads(2).run(|ctx| -> Result<usize> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     let plan = Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
+    ///     let vb = MeshVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+    ///     let vb = vb.with_shares(Shares::new(&[1, 3])?)?;
+    ///     let up = Linear::new(4, 8, false, &vb.pp("up"))?;
+    ///     Linear::new(8, 4, false, &vb.pp("down"))?;
+    ///     Ok(up.weight().to_local().dims()[0])
+    /// })?;
+    /// assert_eq!(rows, [2, 6]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If there are more or fewer shares than ranks.
+    pub fn with_shares(&self, shares: Shares) -> Result<Self> {
+        self.shared.plan.check_shares(Some(&shares), &self.shared.mesh)?;
+        Ok(Self { shares: Some(shares), ..self.clone() })
+    }
+
+    /// Returns the shares in which layers are cut, if these are unlike.
+    pub fn shares(&self) -> Option<&Shares> {
+        self.shares.as_ref().or_else(|| self.shared.plan.shares())
     }
 
     /// Returns a builder whose parameters are zeros that take no memory and get no gradients, for which nothing is read: to find out what
@@ -347,7 +394,7 @@ impl MeshVarBuilder {
     /// Returns the plan's style for this layer.
     pub fn style(&self) -> ModuleStyle {
         let mut matched = self.shared.matched.lock().unwrap_or_else(PoisonError::into_inner);
-        self.shared.plan.style_of(&self.path, &self.shared.mesh, &mut matched)
+        self.shared.plan.style_of(&self.path, (&self.shared.mesh, self.shares()), &mut matched)
     }
 
     /// Returns no style, for a layer at the builder's path that plans cannot cut.
@@ -360,20 +407,21 @@ impl MeshVarBuilder {
     /// # Errors
     /// If the mesh has no such axis.
     pub fn shard_sizes(&self, width: impl Into<Width>) -> Result<Dims> {
-        self.shared.plan.cut(width.into(), &self.shared.mesh)
+        self.shared.plan.cut(width.into(), &self.shared.mesh, self.shares())
     }
 
     /// Returns the files that parameters are read from, if they are.
     pub(super) fn stored(&self) -> Option<&Arc<Weights>> {
-        match &*self.shared.source {
-            ParameterSource::Stored(weights) => Some(weights),
+        match (&self.files, &*self.shared.source) {
+            (Some((_, weights)), _) | (None, ParameterSource::Stored(weights)) => Some(weights),
             _ => None,
         }
     }
 
     /// Returns the source of the model's own parameters.
     pub(super) fn own_source(&self) -> Arc<ParameterSource> {
-        self.shared.source.clone()
+        let own = self.files.as_ref().map(|(_, weights)| ParameterSource::Stored(weights.clone()));
+        own.map_or_else(|| self.shared.source.clone(), Arc::new)
     }
 
     /// Returns the number of columns in a block of the parameter `name` of this module, if files store it quantized;
@@ -427,12 +475,13 @@ impl MeshVarBuilder {
 
     fn held<T: Clone>(
         &self,
-        of: impl Fn(&BuilderState) -> &Mutex<HashMap<BlockKey, T>>,
+        of: impl Fn(&BuilderState) -> &Mutex<HeldBlocks<T>>,
         key: BlockKey,
         bytes: impl Fn(&T) -> usize,
         read: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         let mut held = of(&self.shared).lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (self.files.as_ref().map_or(0, |(number, _)| *number), key);
         if let Some(known) = held.get(&key) {
             return Ok(known.clone());
         }

@@ -86,9 +86,14 @@ impl Plan {
         self
     }
 
-    /// Returns the sizes of the shards of a dim on the axis.
-    pub(crate) fn cut(&self, width: Width, mesh: &DeviceMesh) -> Result<Dims> {
-        Ok(cut(self.shares.as_ref(), width, self.ranks(mesh)?))
+    /// Returns the sizes of the shards of a dim on the axis, in these shares or without.
+    pub(crate) fn cut(&self, width: Width, mesh: &DeviceMesh, shares: Option<&Shares>) -> Result<Dims> {
+        Ok(cut(shares, width, self.ranks(mesh)?))
+    }
+
+    /// Returns the shares of the ranks of the axis, if they are unlike.
+    pub(crate) fn shares(&self) -> Option<&Shares> {
+        self.shares.as_ref()
     }
 
     /// Returns the name of the axis, if the plan has one.
@@ -107,27 +112,31 @@ impl Plan {
 
     /// Checks everything that does not depend on the model.
     pub(crate) fn check(&self, mesh: &DeviceMesh) -> Result<()> {
-        let ranks = self.ranks(mesh)?;
         if let Some(entry) = self.entries.first().filter(|_| self.axis.is_none()) {
             let (pattern, style) = (entry.pattern.text(), &entry.style);
             return Err(Error::Plan(format!(
                 "{pattern:?} has the style {style:?}, and the plan no axis; make it with Plan::new and the name of an axis"
             )));
         }
-        if let Some(shares) = self.shares.as_ref().filter(|shares| shares.ranks() != ranks) {
-            let (axis, count) = (self.axis().unwrap_or("none"), shares.ranks());
-            return Err(Error::Plan(format!(
-                "the shares {shares} are for {count} ranks, and axis {axis:?} has {ranks}; give a share for each rank"
-            )));
-        }
+        self.check_shares(self.shares.as_ref(), mesh)?;
         self.entries.iter().try_for_each(|entry| entry.style.check(entry.pattern.text()))
     }
 
-    /// Returns the style of the module at `path`, and adds the matching patterns to `matched`.
+    /// Checks that there is a share for each rank of the axis.
+    pub(crate) fn check_shares(&self, shares: Option<&Shares>, mesh: &DeviceMesh) -> Result<()> {
+        let ranks = self.ranks(mesh)?;
+        let Some(shares) = shares.filter(|shares| shares.ranks() != ranks) else { return Ok(()) };
+        let (axis, count) = (self.axis().unwrap_or("none"), shares.ranks());
+        Err(Error::Plan(format!(
+            "the shares {shares} are for {count} ranks, and axis {axis:?} has {ranks}; give a share for each rank"
+        )))
+    }
+
+    /// Returns the style of the module at `path`, which is cut in these shares or without, and adds the matching patterns to `matched`.
     pub(crate) fn style_of(
         &self,
         path: &[String],
-        mesh: &DeviceMesh,
+        (mesh, shares): (&DeviceMesh, Option<&Shares>),
         matched: &mut BTreeSet<usize>,
     ) -> ModuleStyle {
         let mut style = None;
@@ -138,8 +147,8 @@ impl Plan {
             }
         }
         // The builder has checked that the axis exists. Without one all is replicated, on whatever axis.
-        let (axis, shares) = (self.axis_index(mesh).ok().flatten().unwrap_or(0), self.shares.clone());
-        ModuleStyle { path: path.join("."), style: style.cloned(), axis, shares }
+        let axis = self.axis_index(mesh).ok().flatten().unwrap_or(0);
+        ModuleStyle { path: path.join("."), style: style.cloned(), axis, shares: shares.cloned() }
     }
 
     /// Returns the patterns without a matching module.

@@ -37,6 +37,33 @@ impl Shares {
         }
     }
 
+    /// Returns the shares of a dim of `units` units, of which each adds `weight`, that make the largest sum on a rank least: ranks have as
+    /// much as `loads` says before. A dim of so many units is cut into just these shares.
+    ///
+    /// ```
+    /// use candle_shard::nn::Width;
+    /// use candle_shard::parallel::Shares;
+    ///
+    /// // The first of two ranks has two of three heads of 100 numbers, and 12 units of 40 numbers follow.
+    /// let shares = Shares::beside(&[200, 100], 12, 40)?;
+    /// assert_eq!(shares.cut(Width::new(12, 8)).as_slice(), [5 * 8, 7 * 8]); // 400 and 380 numbers
+    /// # Ok::<(), candle_shard::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If there are no ranks, or no units.
+    pub fn beside(loads: &[usize], units: usize, weight: usize) -> Result<Self> {
+        let mut shares = vec![0; loads.len()];
+        let sum = |shares: &[u32], rank: usize| {
+            loads[rank].saturating_add((shares[rank] as usize).saturating_mul(weight))
+        };
+        for _ in 0..units {
+            let least = (0..loads.len()).min_by_key(|&rank| sum(&shares, rank));
+            least.into_iter().for_each(|rank| shares[rank] += 1);
+        }
+        Self::new(&shares)
+    }
+
     /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
         self.0.len()

@@ -19,8 +19,8 @@ use examples::cli::UsageError;
 
 use crate::adapters::with_base;
 use crate::args::Args;
-use crate::opened;
 use crate::train::args::TrainArgs;
+use crate::{memory, opened};
 
 /// Opens the model or the checkpoint, of which a random one is made in `scratch` if none is given, and reads what is learned.
 ///
@@ -200,6 +200,7 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
         damaged,
         notes,
     };
+    memory::check_training(args, &job)?;
     job.declare(None).map_err(|error| {
         UsageError(format!(
             "--pp {} with --schedule {} does not fit the model: {error}.",

@@ -89,10 +89,13 @@ impl Screen {
             return Ok(Self { shown: None });
         }
         let open = |path: &Path| {
-            Log::open(path, job.start).map_err(|error| anyhow!("--log {}: {error:#}", path.display()))
+            // A step that is shown again has its line anew.
+            let start = job.start - usize::from(job.unvalidated().is_some());
+            Log::open(path, start).map_err(|error| anyhow!("--log {}: {error:#}", path.display()))
         };
         let tokens = job.recipe.batch * job.recipe.seq_len;
-        let bar = || Progress::with_details("train", job.steps().len());
+        let shown = job.steps().len() + usize::from(job.unvalidated().is_some());
+        let bar = || Progress::with_details("train", shown);
         Ok(Self {
             shown: Some(Shown {
                 out: output.screen(),
@@ -116,7 +119,7 @@ impl Screen {
         let Some(shown) = &mut self.shown else { return Ok(()) };
         shown.log.as_ref().map_or(Ok(()), Log::begin).context("--log")?;
         let create = |folder: &Path| {
-            EventFile::create(folder, job.start + 1)
+            EventFile::create(folder, job.start + usize::from(job.unvalidated().is_none()))
                 .with_context(|| format!("--tensorboard {}", folder.display()))
         };
         shown.events = flags.tensorboard.as_deref().map(create).transpose()?;

@@ -3,8 +3,9 @@ use super::MeshVarBuilder;
 use crate::layout::{Axes, RowsOf, Spec};
 use crate::nn::Parameter;
 use crate::nn::source::{Init, ParameterRequest};
-use crate::{DTensor, Error, Result};
+use crate::{DTensor, Error, Result, Weights};
 use candle_core::Var;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 impl MeshVarBuilder {
@@ -67,6 +68,36 @@ impl MeshVarBuilder {
     pub fn again(&self) -> Self {
         let sharder = self.sharder.as_ref().map(|sharder| Arc::new(sharder.again()));
         Self { requested: Arc::default(), shared_factors: Arc::default(), sharder, ..self.clone() }
+    }
+
+    /// Returns a builder of a part of the model that is read from these files, under its full names: for example a base in few bits below
+    /// fresh layers.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::World;
+    /// use candle_shard::nn::{Linear, MeshVarBuilder};
+    /// use candle_shard::parallel::{ColwiseParallel, Plan};
+    /// use candle_shard::{Result, Weights};
+    ///
+    /// let path = std::env::temp_dir().join(format!("with-weights-doc-{}.safetensors", std::process::id()));
+    /// Tensor::ones((6, 4), DType::F32, &Device::Cpu)?.save_safetensors("base.weight", &path)?;
+    /// let ones = World::threads(2).run(|ctx| -> Result<bool> {
+    ///     let (mesh, plan) = (ctx.mesh(&[("tp", 2)])?, Plan::new("tp").with("base", ColwiseParallel::default()));
+    ///     let vb = MeshVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+    ///     let base = Linear::new(4, 6, false, &vb.with_weights(Weights::open(&path)?).frozen().pp("base"))?;
+    ///     Linear::new(6, 2, true, &vb.pp("head"))?;
+    ///     assert_eq!(vb.finish()?.len(), 3);
+    ///     Ok(base.weight().to_local().to_vec2::<f32>()? == [[1.0; 4]; 3])
+    /// })?;
+    /// assert_eq!(ones, [true; 2]);
+    /// std::fs::remove_file(path)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn with_weights(&self, weights: impl Into<Arc<Weights>>) -> Self {
+        // What other files have at the same place is something else.
+        let number = 1 + self.shared.files.fetch_add(1, Ordering::Relaxed);
+        Self { files: Some((number, weights.into())), ..self.clone() }
     }
 
     /// Returns the parameter of this name that another model of these parameters has built.

@@ -127,6 +127,48 @@ fn each_rank_holds_its_share_of_the_bytes_and_info_tells_so() {
 }
 
 #[test]
+fn feed_forward_layers_make_up_for_heads_that_do_not_divide() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let fields = |query: usize, hidden: usize, inner: usize| {
+        serde_json::json!({
+            "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 2,
+            "num_attention_heads": query, "num_key_value_heads": 3, "vocab_size": 48,
+            "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        })
+    };
+    // Heads of 32 columns, and units of as many columns of the feed-forward layer.
+    for (dtype, query, hidden, inner, unit) in
+        [(GgmlDType::Q4_0, 6, 192, 512, 32), (GgmlDType::F32, 9, 72, 240, 8), (GgmlDType::F32, 3, 48, 101, 1)]
+    {
+        gguf::write(&path, &fields(query, hidden, inner), dtype);
+        let files = Files::open(&path).unwrap();
+        let of = |shares: Option<&str>| {
+            let shares = shares.map(|shares| shares.parse().unwrap());
+            let held = ModelOptions { shares, ..ModelOptions::of(DType::F32) };
+            Info::new(&files, 2, &held).unwrap().bytes_per_rank
+        };
+        let bytes_of = |numbers: usize| numbers / dtype.block_size() * dtype.type_size();
+        // Half of the unit that no cut divides, in both layers.
+        let most = bytes_of(2 * 3 * hidden * unit);
+        let (even, by_hand) = (of(None), of(Some("1:1")));
+        assert!(even[0].abs_diff(even[1]) <= most, "{dtype:?}: {even:?}");
+        assert_eq!(even.iter().sum::<usize>(), by_hand.iter().sum::<usize>());
+        // Shares by hand are those of all layers: one rank has two of the three heads.
+        let heads = 2 * (2 * hidden * hidden + 2 * hidden * hidden * 3 / query) / 3;
+        assert!(by_hand[0] - by_hand[1] >= bytes_of(heads) - most, "{dtype:?}: {by_hand:?}");
+        let alone = written(&path, None, [1, 1]).remove(0);
+        for mesh in [[2, 1], [4, 1], [4, 2]] {
+            for rank in written(&path, None, mesh) {
+                assert_eq!(rank.tokens, alone.tokens, "{dtype:?} on {mesh:?}");
+            }
+        }
+        let held: Vec<usize> = written(&path, None, [2, 1]).iter().map(|rank| rank.bytes).collect();
+        assert_eq!(held, even, "what info tells is what ranks hold");
+    }
+}
+
+#[test]
 fn shares_that_do_not_fit_are_one_error() {
     refuses(
         llama,

@@ -56,6 +56,20 @@ fn tensor_and_data_parallel_ranks_learn_as_one_device() {
 }
 
 #[test]
+fn ranks_whose_heads_do_not_divide_learn_as_one_device() {
+    let meshes = [
+        "--tp 2",
+        "--tp 2 --accumulate 2 --recompute",
+        "--pp 2 --tp 2",
+        "--tp 2 --cp 2",
+        "--tp 2 --dp 2 --fsdp",
+        "--tp 4",
+    ];
+    agrees_on("--batch 4", "three key heads", &config(6, 3), &meshes);
+    agrees("six key heads", &config(6, 6), &["--tp 4 --recompute"]);
+}
+
+#[test]
 fn stages_learn_as_one_device() {
     let meshes = [
         "--pp 2 --tp 1",

@@ -246,6 +246,25 @@ fn fully_sharded_ranks_hold_pieces() {
     assert!(pieces.iter().all(|&count| count * 3 < whole[0]), "{pieces:?} of {whole:?}");
 }
 
+/// Linux tells how much memory a machine has left.
+#[cfg(target_os = "linux")]
+#[test]
+fn what_no_machine_has_memory_for_is_refused_before_it_is_taken() {
+    use candle_lm::config::Config;
+
+    let place = Place::new(&Config { num_hidden_layers: 64, ..config(8, 4) });
+    let batch = "--batch 4194304 --seq-len 32";
+    for (flags, wanted) in [
+        ("--tp 2 --lora r=1000000000", "a smaller r"),
+        ("--dp 2 --tp 1 --fsdp --batch 4 --lora r=1000000000", "a smaller r"),
+        (&format!("--tp 1 {batch}"), "a smaller --batch"),
+        (&format!("--tp 1 --lora r=2 {batch}"), "a smaller --batch"),
+    ] {
+        let said = format!("{:#}", place.open(flags).unwrap_err());
+        assert!(said.contains(wanted) && said.contains(" left"), "{flags}: {said}");
+    }
+}
+
 #[test]
 fn flags_that_cannot_work_are_refused_in_one_sentence() {
     let place = Place::new(&config(4, 2));

@@ -53,7 +53,7 @@ fn losses(log: &Path) -> Vec<f64> {
 #[test]
 fn a_signal_ends_a_training_with_a_checkpoint_from_which_it_goes_on() {
     let place = Place::new(&config(4, 2));
-    let tiny = "--batch 5 --seq-len 7 --warmup 2 --clip-norm 0.5";
+    let tiny = "--batch 5 --seq-len 7 --warmup 2 --clip-norm 0.5 --valid @text --valid-every 1";
     for (name, mesh) in [("TERM", "--tp 2 --dp 2"), ("INT", "--pp 2 --tp 1")] {
         let (log, saved) = (place.path(&format!("log-{name}")), place.path(&format!("saved-{name}")));
         let flags =
@@ -73,6 +73,24 @@ fn a_signal_ends_a_training_with_a_checkpoint_from_which_it_goes_on() {
         assert_eq!(report["end"], "signal");
         // It goes on as if nothing had happened.
         let more = made.len() + 2;
+        let (resume, text) = (saved.display(), place.path("text"));
+        let flags = format!("train --tp 1 --resume {resume} --steps {more} --valid-every 1");
+        let mut goes_on = Command::new(env!("CARGO_BIN_EXE_lm"));
+        goes_on.args(flags.split(' ')).args(
+            ["--train", "--valid", "--log"]
+                .iter()
+                .zip([&text, &text, &log])
+                .flat_map(|(flag, path)| [flag.to_string(), path.display().to_string()]),
+        );
+        let Output { status, stderr, .. } = goes_on.output().unwrap();
+        assert!(status.success(), "{name}: {}", self::text(&stderr));
+        // Each step has one line, which has the loss of the text that was due after it.
+        let lines = fs::read_to_string(&log).unwrap();
+        let lines = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let told: Vec<(usize, bool)> = lines
+            .map(|line| (line["step"].as_u64().unwrap() as usize, line["valid_loss"].is_f64()))
+            .collect();
+        assert_eq!(told, (1..=more).map(|step| (step, true)).collect::<Vec<_>>(), "{name}");
         let want = place.losses(&format!("--tp 1 --decay none --steps {more}"));
         let rest = place.losses(&format!("--tp 1 --resume {} --steps {more}", saved.display()));
         assert_close(&[made, rest].concat(), &want, 1e-4, name);
@@ -130,6 +148,55 @@ fn a_signal_ends_the_loss_of_the_validation_text_too() {
         assert_eq!((made.end, made.losses.len(), made.valid.len()), (TrainEnd::Signal, 1, 0));
     }
     assert!(place.path("saved/step-00000001/training.json").is_file());
+}
+
+#[test]
+fn a_validation_that_a_signal_left_out_is_made_up_for() {
+    let place = Place::new(&config(4, 2));
+    let flags = "--batch 4 --valid @text --valid-every 2";
+    let want = on_ranks(1, "whole", {
+        let job = place.open(&format!("--tp 1 {flags}")).unwrap();
+        move |ctx| train(ctx, &job, |_| Ok(()))
+    });
+    let job = place.open(&format!("--tp 2 {flags} --save @saved")).unwrap();
+    let stopped = on_ranks(2, "stopped", move |ctx| {
+        // As for processes, of which one gets the signal.
+        let job = Job { stop: Arc::default(), ..Job::clone(&job) };
+        train(ctx, &job, |made| {
+            let is_asked = ctx.rank() == 1 && made.is_some_and(|made| made.step == 2);
+            job.stop.fetch_or(is_asked, Ordering::Relaxed);
+            Ok(())
+        })
+    });
+    assert!(stopped.iter().all(|made| (made.losses.len(), made.valid.len()) == (4, 1)));
+    // Without a text it is not computed, and not any more after a further step.
+    let other = place.open("--tp 1 --resume @saved --steps 5 --save @other").unwrap();
+    assert!(other.unvalidated().is_none() && other.progress.unvalidated.is_some());
+    on_ranks(1, "other", move |ctx| train(ctx, &other, |_| Ok(())));
+    let later = place.open(&format!("--tp 1 --resume @other --steps 6 {flags}")).unwrap();
+    assert!(later.unvalidated().is_none());
+    for mesh in ["--tp 1", "--pp 2 --tp 1", "--tp 2 --dp 2"] {
+        let job = place.open(&format!("{mesh} --resume @saved {flags}")).unwrap();
+        let ranks = on_ranks(job.pipeline.world(), mesh, move |ctx| -> anyhow::Result<_> {
+            let mut shown = Vec::new();
+            let made = train(ctx, &job, |made| {
+                shown.extend(made.map(|made| (made.step, made.loss, made.valid.is_some())));
+                Ok(())
+            })?;
+            Ok((made, shown))
+        });
+        for (made, shown) in ranks {
+            let steps: Vec<(usize, bool)> =
+                shown.iter().map(|(step, _, is_valid)| (*step, *is_valid)).collect();
+            assert_eq!(steps, [(3, true), (4, false), (5, true)], "{mesh}");
+            assert_close(&[shown[0].1], &want[0].losses[3..4], 1e-5, mesh);
+            let apart = |valid: &[(usize, f64)]| -> (Vec<usize>, Vec<f64>) { valid.iter().copied().unzip() };
+            let ((at, got), (steps, losses)) = (apart(&made.valid), apart(&want[0].valid[1..]));
+            assert_eq!(at, steps, "{mesh}");
+            assert_close(&got, &losses, 1e-5, mesh);
+            assert_eq!(made.best.unwrap().steps, want[0].best.unwrap().steps, "{mesh}");
+        }
+    }
 }
 
 #[test]

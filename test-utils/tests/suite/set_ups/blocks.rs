@@ -1,4 +1,5 @@
 //! Random models as layers and as pipelines.
+use super::codes::CodedMlp;
 use super::model::{Block, Cut, Head, Layer, Loss, Model, OptimizerKind};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::rnn::{GRUConfig, LSTMConfig};
@@ -41,6 +42,10 @@ impl Model {
                 Layer::Attention { cut: true } => {
                     plan = with(plan, format!("blocks.{at}.w?"), Cut::Columns, None);
                     plan = with(plan, format!("blocks.{at}.out"), Cut::Rows, output);
+                }
+                Layer::Coded { up, down, .. } => {
+                    plan = with(plan, format!("blocks.{at}.up"), up, Some(Replicate));
+                    plan = with(plan, format!("blocks.{at}.down"), down, output.or(Some(Replicate)));
                 }
                 Layer::Lstm { cut: true } => plan = with(plan, format!("blocks.{at}"), Cut::Columns, None),
                 Layer::Norm | Layer::RmsNorm if is_sequence => {
@@ -354,6 +359,10 @@ impl Model {
                     Some(gain) => gain.mul(x),
                     None => Ok(x.clone()),
                 })
+            }
+            Layer::Coded { kind, .. } => {
+                let coded = CodedMlp::new(*kind, vb)?;
+                run(move |x, _, _| coded.forward(x))
             }
             Layer::Again(_) | Layer::Late(_) => run(|x, _, _| Ok(x.clone())),
         }

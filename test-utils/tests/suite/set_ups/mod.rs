@@ -3,6 +3,7 @@
 //! `CANDLE_PROVE_SET_UPS=20000` runs as many set-ups, `CANDLE_PROVE_FIRST=7` begins at the seed 7. A wrong one is made
 //! smaller and printed with its seed. `scripts/prove.sh` sets both.
 mod blocks;
+mod codes;
 mod model;
 mod plain;
 

@@ -145,6 +145,24 @@ pub(crate) enum Layer {
     Late(u64),
     /// A norm before a recomputed unit.
     Nested,
+    /// Layers whose weights stay codes.
+    Coded {
+        kind: CodeKind,
+        up: Cut,
+        down: Cut,
+    },
+}
+
+/// How codes and their scales are stored.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum CodeKind {
+    Fp8Blocks,
+    Fp8Rows,
+    /// Groups of 32 columns.
+    Fp8Groups,
+    Int8,
+    Mxfp4,
+    Nvfp4,
 }
 
 impl Model {
@@ -201,7 +219,21 @@ impl Model {
             more: None,
         };
         let model = model.with_more(&mut Dice::new(seed + 2_000_000));
-        model.with_blocks(&mut Dice::new(seed + 3_000_000)).with_ends(&mut Dice::new(seed + 8_000_000))
+        let model =
+            model.with_blocks(&mut Dice::new(seed + 3_000_000)).with_ends(&mut Dice::new(seed + 8_000_000));
+        model.with_codes(&mut Dice::new(seed + 10_000_000))
+    }
+
+    /// Draws layers of codes, behind the others.
+    fn with_codes(mut self, dice: &mut Dice) -> Self {
+        let has_some = [3, 5, 6].contains(&(self.seed % 10)) && !self.plain;
+        let adapter = adapter(dice).filter(|_| has_some);
+        if let Some(adapter) = adapter {
+            let layer = Layer::Coded { kind: dice.pick(&CodeKind::ALL), up: cut(dice), down: cut(dice) };
+            let (unit, recompute) = (dice.once_in(2), dice.once_in(3));
+            self.blocks.push(Block { layer, unit, recompute, frozen: false, adapter: Some(adapter) });
+        }
+        self
     }
 
     /// Draws the adapter of the table, which has no bias, and of the head. Lookups that limit norms change the table beside it.
@@ -326,7 +358,10 @@ impl Model {
             with(&|small| small.blocks[at].unit = false);
             with(&|small| small.blocks[at].recompute = false);
             with(&|small| small.blocks[at].frozen = false);
-            with(&|small| small.blocks[at].adapter = None);
+            // Codes are not trained themselves.
+            if !matches!(self.blocks[at].layer, Layer::Coded { .. }) {
+                with(&|small| small.blocks[at].adapter = None);
+            }
             with(&|small| small.blocks[at].layer = simpler(&small.blocks[at].layer));
         }
         with(&|small| small.embedding = Cut::Whole);
@@ -436,6 +471,10 @@ fn simpler(layer: &Layer) -> Layer {
         Layer::Lstm { .. } => Layer::Lstm { cut: false },
         Layer::Experts { .. } => Layer::Experts { loss: false },
         Layer::Unordered(_) => Layer::Unordered(2),
+        Layer::Coded { kind, up, .. } if *up != Cut::Whole => {
+            Layer::Coded { kind: *kind, up: *up, down: Cut::Whole }
+        }
+        Layer::Coded { kind, .. } => Layer::Coded { kind: *kind, up: Cut::Whole, down: Cut::Whole },
         other => other.clone(),
     }
 }
