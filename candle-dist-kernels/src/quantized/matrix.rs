@@ -1,7 +1,8 @@
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{Device, Result, Tensor, bail};
 
 use super::floats::FloatPanels;
@@ -45,6 +46,18 @@ impl QuantizedMatrix {
             }
             _ => MatrixStorage::Blocks(Arc::new(weight)),
         })))
+    }
+
+    /// Packs a weight `dims` from its blocks, as files have them.
+    ///
+    /// # Errors
+    /// If there are other bytes than those of the weight, no columns, or the type is [not taken](Self::takes).
+    pub fn of_blocks(dtype: GgmlDType, dims: [usize; 2], blocks: &[u8], device: &Device) -> Result<Self> {
+        if device.is_cpu() {
+            return Ok(Self(Arc::new(MatrixStorage::Tiles(Tiles::new(dtype, dims, blocks)?))));
+        }
+        let storage = QStorage::from_data(Cow::Borrowed(blocks), device, dtype)?;
+        Self::new(QTensor::new(storage, (dims[0], dims[1]))?)
     }
 
     /// Holds rows and columns of a weight of codes with scales, as their [bytes](ScaledFormat) are. It is multiplied by

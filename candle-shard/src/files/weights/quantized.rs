@@ -26,17 +26,19 @@ impl Weights {
     /// If there is no tensor of this name, it is not quantized or no matrix, the rows or columns are empty or outside
     /// of it, the columns do not begin and end between blocks, or the file cannot be read.
     pub fn read_quantized(&self, name: &str, block: [Range<usize>; 2], device: &Device) -> Result<QTensor> {
-        self.read_quantized_matrix(name, None, block, device)
+        let dims = (block[0].len(), block[1].len());
+        let (dtype, read) = self.read_quantized_matrix(name, None, block)?;
+        let storage = QStorage::from_data(Cow::Borrowed(read.bytes()), device, dtype)?;
+        Ok(QTensor::new(storage, dims)?)
     }
 
-    /// Reads rows and columns of a matrix, or of the matrix `index` of several.
+    /// Reads the blocks of rows and columns of a matrix, or of the matrix `index` of several.
     pub(crate) fn read_quantized_matrix(
         &self,
         name: &str,
         index: Option<usize>,
         [rows, columns]: [Range<usize>; 2],
-        device: &Device,
-    ) -> Result<QTensor> {
+    ) -> Result<(GgmlDType, AlignedBytes)> {
         let stored = self.stored(name)?;
         let Some(dtype) = stored.blocks() else {
             let why = match stored.quantized() {
@@ -64,9 +66,7 @@ impl Weights {
             let reason = format!("has blocks of {size} columns, and columns {columns:?} cut one");
             return Err(self.error(name, format!("{reason}; cut between blocks, or read floats")));
         }
-        let held = self.read_blocks(stored, Storage::Blocks(dtype), &region)?;
-        let storage = QStorage::from_data(Cow::Borrowed(held.bytes()), device, dtype)?;
-        Ok(QTensor::new(storage, (rows.len(), columns.len()))?)
+        Ok((dtype, self.read_blocks(stored, Storage::Blocks(dtype), &region)?))
     }
 
     /// Reads the bytes of rows and columns of a matrix, or of the matrix `index` of several, in blocks of floats of four bits, as `format` has
@@ -170,7 +170,7 @@ impl StoredTensor {
 }
 
 /// Bytes that begin at a multiple of eight, since candle panics if blocks are not aligned.
-struct AlignedBytes {
+pub(crate) struct AlignedBytes {
     memory: Vec<u64>,
     len: usize,
 }
@@ -180,7 +180,7 @@ impl AlignedBytes {
         Self { memory: vec![0; len.div_ceil(8)], len }
     }
 
-    fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         &bytemuck::cast_slice(&self.memory)[..self.len]
     }
 

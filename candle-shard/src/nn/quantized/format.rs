@@ -3,8 +3,7 @@ use crate::files::weights::StoredCodes;
 use crate::kernels::QuantizedMatrix;
 use crate::{Result, Weights};
 use candle_core::Device;
-use candle_core::quantized::{GgmlDType, QStorage, QTensor};
-use std::borrow::Cow;
+use candle_core::quantized::GgmlDType;
 use std::ops::Range;
 
 /// How files store a weight `[out, in]`, or one of several.
@@ -44,7 +43,8 @@ impl WeightFormat {
     ) -> Result<QuantizedMatrix> {
         match self {
             Self::Blocks(_) => {
-                Ok(QuantizedMatrix::new(weights.read_quantized_matrix(name, index, part.clone(), device)?)?)
+                let (dtype, read) = weights.read_quantized_matrix(name, index, part.clone())?;
+                Ok(QuantizedMatrix::of_blocks(dtype, [part[0].len(), part[1].len()], read.bytes(), device)?)
             }
             Self::Codes(codes) => {
                 let bytes = weights.read_codes(name, index, part)?;
@@ -62,8 +62,8 @@ impl WeightFormat {
     ) -> Result<Vec<u8>> {
         match self {
             Self::Blocks(_) => {
-                let read = weights.read_quantized_matrix(name, index, part.clone(), &Device::Cpu)?;
-                Ok(read.data()?.into_owned())
+                let (_, read) = weights.read_quantized_matrix(name, index, part.clone())?;
+                Ok(read.bytes().to_vec())
             }
             Self::Codes(_) => weights.read_codes(name, index, part),
         }
@@ -80,8 +80,7 @@ impl WeightFormat {
         let count = rows.iter().map(Range::len).sum::<usize>();
         match self {
             Self::Blocks(dtype) => {
-                let storage = QStorage::from_data(Cow::Owned(bytes), device, *dtype)?;
-                Ok(QuantizedMatrix::new(QTensor::new(storage, (count, columns.len()))?)?)
+                Ok(QuantizedMatrix::of_blocks(*dtype, [count, columns.len()], &bytes, device)?)
             }
             Self::Codes(codes) => {
                 let of = |rows: &Range<usize>| codes.part(&[rows.clone(), columns.clone()]);
