@@ -63,7 +63,7 @@ pub fn check_training(args: &Args, job: &Job) -> Result<()> {
     let ranks = if args.backend == BackendName::Threads { world } else { args.ranks_here() };
     // Machines have ranks of about equal shares.
     let here = |all: usize| (all / world).saturating_mul(ranks);
-    let (learned, copies) = (job.learned()?, if job.fsdp { 1 } else { pipeline.dp });
+    let ((learned, lowest), copies) = (job.learned()?, if job.fsdp { 1 } else { pipeline.dp });
     let state = here(learned.saturating_mul(LEARNED * copies));
     let remedy = match job.lora {
         Some(_) => "a smaller r or fewer targets of --lora",
@@ -81,7 +81,8 @@ pub fn check_training(args: &Args, job: &Job) -> Result<()> {
     let kept = [
         recipe.seq_len,
         config.hidden_size,
-        config.num_hidden_layers,
+        // Below the first layer that learns nothing is kept.
+        config.num_hidden_layers.saturating_sub(lowest),
         DType::from(recipe.dtype).size_in_bytes(),
     ];
     let kept = here(kept.into_iter().fold(rows, usize::saturating_mul));

@@ -79,7 +79,7 @@ pub struct RowPiece {
     pub first: usize,
     /// The parts of the pieces before it.
     pub before: usize,
-    /// The parts of all pieces; see [`parts_of_pieces`].
+    /// The parts of all pieces: those of each, rounded up.
     pub parts: usize,
 }
 

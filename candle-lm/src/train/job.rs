@@ -111,18 +111,21 @@ impl Job {
         learner(&config, self.recipe.seq_len, self.recompute, replicas, &cut)
     }
 
-    /// How many numbers are learned: those of the adapter, or of the model without what is frozen.
+    /// How many numbers are learned, which are those of the adapter, or of the model without what is frozen; and from which layer on.
     ///
     /// # Errors
     /// If the adapter does not fit the model.
-    pub fn learned(&self) -> Result<usize> {
+    pub fn learned(&self) -> Result<(usize, usize)> {
         let mut tensors = match &self.lora {
             Some(config) => adapter::tensors(adapter::TRAINED, config, &self.files)?,
             None => self.files.config.learned(),
         };
         tensors.retain(|(name, _)| !self.recipe.freeze.contains(name));
         let numbers = tensors.iter().map(|(_, shape)| shape.iter().copied().fold(1, usize::saturating_mul));
-        Ok(numbers.fold(0, usize::saturating_add))
+        // What is outside of layers may be before the first.
+        let layers = tensors.iter().map(|(name, _)| layer_of(name).unwrap_or(0));
+        let lowest = layers.min().unwrap_or(self.files.config.num_hidden_layers);
+        Ok((numbers.fold(0, usize::saturating_add), lowest))
     }
 
     /// Whether replicas train apart.
@@ -223,12 +226,19 @@ fn changed(config: &[u8], model: &Config, dtype: DTypeName) -> Result<Vec<u8>> {
     Ok(serde_json::to_vec_pretty(&fields)?)
 }
 
-/// Checks that a recipe can train the model in `folder`, or an adapter of it, after `start` steps that were made before.
+/// Checks that a recipe can train the model in `folder`, or an adapter of it, after `start` steps that were made before, of which the last one
+/// may still [owe](Job::unvalidated) a loss of the validation text.
 ///
 /// # Errors
 /// If the files are no folder of a language model alone. An [`InputError`](crate::InputError) if no steps are left to make, or
 /// sequences are longer than the model takes.
-pub fn check(folder: &Path, files: &Files, is_adapter: bool, recipe: &Recipe, start: usize) -> Result<()> {
+pub fn check(
+    folder: &Path,
+    files: &Files,
+    is_adapter: bool,
+    recipe: &Recipe,
+    (start, owes_loss): (usize, bool),
+) -> Result<()> {
     let shown = folder.display();
     ensure!(
         folder.is_dir() || is_adapter,
@@ -239,18 +249,24 @@ pub fn check(folder: &Path, files: &Files, is_adapter: bool, recipe: &Recipe, st
         "{shown} has parts for images, which the saved model would lack: save its language model by itself with transformers, and train that"
     );
     recipe.freeze.check(&files.config)?;
-    check_steps(recipe, start)?;
+    check_steps(recipe, start, owes_loss)?;
     check_length(recipe, files)?;
     Ok(())
 }
 
-fn check_steps(recipe: &Recipe, start: usize) -> InputResult {
+fn check_steps(recipe: &Recipe, start: usize, owes_loss: bool) -> InputResult {
     let steps = recipe.rate.steps;
     require!(
-        start < steps,
+        start < steps || owes_loss && start == steps,
         "--steps {steps} are made: there is nothing left to learn, give more than {start}."
     );
     Ok(())
+}
+
+/// The layer that a tensor is of, by its name.
+fn layer_of(name: &str) -> Option<usize> {
+    let (_, rest) = name.split_once("layers.")?;
+    rest.split('.').next()?.parse().ok()
 }
 
 fn check_length(recipe: &Recipe, files: &Files) -> InputResult {

@@ -138,14 +138,16 @@ pub fn train(
     let mut trainer = Trainer::new(ctx, job)?;
     let load = began.elapsed().as_secs_f64();
     show(None)?;
-    let late = late_validation(&mut trainer)?;
-    if let Some(made) = late {
-        show(Some(made))?;
-    }
     let (mut losses, mut grad_norms, mut valid) = (Vec::new(), Vec::new(), Vec::new());
-    valid.extend(late.and_then(|made| Some((job.start, made.valid?))));
     let (mut seconds, mut sent, mut end) = (0.0, 0, TrainEnd::Steps);
-    for step in job.steps() {
+    if let Some(made) = late_validation(&mut trainer)? {
+        show(Some(made))?;
+        valid.extend(made.valid.map(|loss| (job.start, loss)));
+        // The checkpoint that the training goes on from has all that ended here.
+        end = trainer.end_after(&made, job.start);
+    }
+    let steps = if end == TrainEnd::Steps { job.steps() } else { 0..0 };
+    for step in steps {
         let (made, counts) = comm::record(|| trainer.step(step));
         let mut made = made?;
         sent += counts.total_bytes();
@@ -164,12 +166,7 @@ pub fn train(
             trainer.progress.unvalidated = loss.is_none().then_some(made);
         }
         show(Some(made))?;
-        let has_patience = job.patience.is_none_or(|most| trainer.progress.validations_since_best < most);
-        end = match steps == job.recipe.rate.steps {
-            false if made.stops => TrainEnd::Signal,
-            false if made.valid.is_some() && !has_patience => TrainEnd::Patience,
-            _ => TrainEnd::Steps,
-        };
+        end = trainer.end_after(&made, steps);
         let is_over = end != TrainEnd::Steps;
         let is_kept = is_over || is_best && job.retention.best;
         if job.saves_after(steps) || is_kept && job.save.is_some() {
@@ -208,7 +205,7 @@ fn late_validation(trainer: &mut Trainer<'_>) -> Result<Option<StepOutput>> {
     if let Some(loss) = valid {
         trainer.progress.validate(job.start, loss);
     }
-    Ok(Some(StepOutput { valid, stops: false, ..made }))
+    Ok(Some(StepOutput { valid, stops: valid.is_none(), ..made }))
 }
 
 /// One rank's part of a model that learns.
@@ -235,6 +232,18 @@ pub struct Trainer<'a> {
 }
 
 impl<'a> Trainer<'a> {
+    /// How the training ends after the last of so many steps; [`TrainEnd::Steps`] if it goes on, too.
+    fn end_after(&self, made: &StepOutput, steps: usize) -> TrainEnd {
+        let has_patience = self.job.patience.is_none_or(|most| self.progress.validations_since_best < most);
+        match steps == self.job.recipe.rate.steps {
+            // The loss of the validation text is still owed.
+            _ if made.stops && self.progress.unvalidated.is_some() => TrainEnd::Signal,
+            false if made.stops => TrainEnd::Signal,
+            false if made.valid.is_some() && !has_patience => TrainEnd::Patience,
+            _ => TrainEnd::Steps,
+        }
+    }
+
     /// Builds this rank's part on the mesh of the job, and takes up what a checkpoint has.
     ///
     /// # Errors

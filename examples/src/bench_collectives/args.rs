@@ -31,7 +31,7 @@ Each rank times its own call after a barrier. A row is the median over the round
 
 The floor of a row is the time of plain memory copies that move as many bytes as the op must read and write, shared by
 as many ranks as there are cores. The report also has the time in which a flag passes from one core to another, and that of
-threads that only meet, add the smallest size up, and meet again, which a safe call can't be faster than.
+threads that only meet, each add the smallest size up, and meet again, if that is up to 64 KiB.
 
 Ranks are threads of this process. With another --backend each rank is a process, and the first one shows the results.";
 

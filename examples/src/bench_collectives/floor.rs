@@ -16,6 +16,9 @@ const MAX_COPIES: usize = 2001;
 /// The number of flags in a measurement, and of measurements.
 const FLAGS: usize = 2000;
 const TRIALS: usize = 15;
+/// The most bytes of a bare round, and those that take as long as the way of a flag.
+pub const MOST_BARE_BYTES: usize = 64 << 10;
+const BARE_BYTES: usize = 4 << 10;
 
 /// Returns the median time in which one thread copies `bytes` between two buffers with touched pages, in microseconds.
 pub fn copy_us(bytes: usize) -> f64 {
@@ -84,6 +87,8 @@ pub fn bare_round_us(world: usize, bytes: usize) -> candle_core::Result<f64> {
         flags[rank].0.store(number, Ordering::Release);
         flags.iter().for_each(|flag| wait(&flag.0, number));
     };
+    // About as much work at each size.
+    let count = (FLAGS / (world * bytes / BARE_BYTES).max(1)).max(MIN_COPIES);
     let rounds = |rank: usize| {
         let round = |round: usize| {
             meet(rank, 3 * round + 1);
@@ -99,7 +104,7 @@ pub fn bare_round_us(world: usize, bytes: usize) -> candle_core::Result<f64> {
             sum.map(|_| elapsed)
         };
         // A thread that ended early would leave the others waiting.
-        (0..FLAGS).map(round).collect::<Vec<_>>()
+        (0..count).map(round).collect::<Vec<_>>()
     };
     let times = thread::scope(|scope| {
         let threads: Vec<_> = (0..world)

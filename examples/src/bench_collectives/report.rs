@@ -14,7 +14,7 @@ pub struct Report {
     pub world: usize,
     /// Microseconds until a flag that one thread sets is seen by another.
     pub flag_us: f64,
-    /// An all_reduce of threads without all that a process group adds, at the smallest size.
+    /// An all_reduce of threads without all that a process group adds, at the smallest size, if it is small.
     pub bare_round: Option<BareRound>,
     /// The backend.
     pub backend: BackendName,

@@ -125,7 +125,9 @@ pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Re
         )
         .into());
     }
-    job::check(&folder, &files, lora.is_some(), &recipe, start)?;
+    let is_owed = resumed.as_ref().is_some_and(|resumed| resumed.state.progress.unvalidated.is_some());
+    let made = (start, is_owed && flags.valid.is_some());
+    job::check(&folder, &files, lora.is_some(), &recipe, made)?;
     opened::check_ranks(args, &files)?;
     flags.check_batch(&recipe, args.ep)?;
     let pipeline = flags.pipeline([args.pp, args.cp, args.ep, args.tp], recipe.batch)?;

@@ -96,13 +96,18 @@ impl Report {
 impl std::fmt::Display for Report {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let parameters = self.parameters.iter().map(|&count| grouped(count)).dedup().join(", ");
-        let [first, last] =
-            [self.losses.first(), self.losses.last()].map(|loss| loss.copied().unwrap_or(f64::NAN));
         write!(
             f,
-            "{} ranks, {} threads and {parameters} parameters each: loss {first:.4} to {last:.4} in {} steps, {} tokens at {:.0} a second, {:.3} TFLOP/s",
+            "{} ranks, {} threads and {parameters} parameters each: ",
             self.parameters.len(),
-            self.threads,
+            self.threads
+        )?;
+        if let (Some(first), Some(last)) = (self.losses.first(), self.losses.last()) {
+            write!(f, "loss {first:.4} to {last:.4} in ")?;
+        }
+        write!(
+            f,
+            "{} steps, {} tokens at {:.0} a second, {:.3} TFLOP/s",
             self.losses.len(),
             grouped(self.tokens),
             self.tokens_per_second,

@@ -200,6 +200,43 @@ fn a_validation_that_a_signal_left_out_is_made_up_for() {
 }
 
 #[test]
+fn a_validation_that_is_made_up_for_ends_a_training_as_one_in_time() {
+    let place = Place::new(&config(4, 2));
+    let run = |flags: String, stops_behind: Option<usize>| {
+        let job = place.open(&flags).unwrap();
+        let name = flags.clone();
+        let mut ranks = on_ranks(2, &name, move |ctx| {
+            let job = Job { stop: Arc::default(), ..Job::clone(&job) };
+            train(ctx, &job, |made| {
+                let is_asked = ctx.rank() == 1 && made.map(|made| made.step) == stops_behind;
+                job.stop.fetch_or(is_asked, Ordering::Relaxed);
+                Ok(())
+            })
+        });
+        ranks.pop().unwrap()
+    };
+    // A text in which no loss is lower than the first: nothing is learned.
+    let flags = "--tp 2 --batch 4 --valid @text --valid-every 2 --patience 1 --lr 0";
+    let whole = run(format!("{flags} --steps 8"), Some(usize::MAX));
+    assert_eq!((whole.end, whole.losses.len()), (TrainEnd::Patience, 4));
+    let stopped = run(format!("{flags} --steps 8 --save @patience"), Some(2));
+    assert_eq!((stopped.end, stopped.losses.len(), stopped.valid.len()), (TrainEnd::Signal, 4, 1));
+    // A signal before the loss that is made up for: it stays owed.
+    let resume = format!("{flags} --steps 8 --save @patience --resume @patience");
+    let again = run(resume.clone(), None);
+    assert_eq!((again.end, again.losses.len(), again.valid.len()), (TrainEnd::Signal, 0, 0));
+    let rest = run(resume, Some(usize::MAX));
+    assert_eq!((rest.end, rest.losses.len(), rest.valid.len()), (TrainEnd::Patience, 0, 1));
+
+    // In the last step.
+    let stopped = run(format!("{flags} --steps 4 --save @last"), Some(2));
+    assert_eq!((stopped.end, stopped.losses.len(), stopped.valid.len()), (TrainEnd::Signal, 4, 1));
+    assert!(place.open("--tp 2 --batch 4 --steps 4 --resume @last").is_err());
+    let rest = run(format!("{flags} --steps 4 --resume @last"), Some(usize::MAX));
+    assert_eq!((rest.losses.len(), rest.valid.len()), (0, 1));
+}
+
+#[test]
 fn a_second_signal_ends_the_program_at_once() {
     let place = Place::new(&config(4, 2));
     let log = place.path("log");
