@@ -215,8 +215,8 @@ fn a_validation_that_is_made_up_for_ends_a_training_as_one_in_time() {
         });
         ranks.pop().unwrap()
     };
-    // A text in which no loss is lower than the first: nothing is learned.
-    let flags = "--tp 2 --batch 4 --valid @text --valid-every 2 --patience 1 --lr 0";
+    // Steps that change no number: no loss is lower than the first.
+    let flags = "--tp 2 --batch 4 --valid @text --valid-every 2 --patience 1 --lr 1e-30";
     let whole = run(format!("{flags} --steps 8"), Some(usize::MAX));
     assert_eq!((whole.end, whole.losses.len()), (TrainEnd::Patience, 4));
     let stopped = run(format!("{flags} --steps 8 --save @patience"), Some(2));
