@@ -9,7 +9,7 @@ use candle_shard::nn::Heads;
 
 use crate::config::Config;
 use crate::config::mamba::MambaHeads;
-use crate::config::tensors::{CHOICE_BIAS, EXPERT_BIASES, EXPERTS};
+use crate::config::tensors::{CHOICE_BIAS, EXPERT_BIASES, EXPERTS, layer_of};
 use crate::engine::ModelOptions;
 use crate::files::Files;
 use crate::projection::with_gates;
@@ -89,8 +89,7 @@ const CUT: [&str; 5] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
 pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) -> Result<usize> {
     let config = &files.config;
     let shares_keys = |name: &str| {
-        let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse().ok());
-        let Heads { query, key_value, .. } = config.heads_of(layer.unwrap_or(0));
+        let Heads { query, key_value, .. } = config.heads_of(layer_of(name).unwrap_or(0));
         let [queries, keys] = [query, key_value].map(|heads| chunk_sizes(heads, tp));
         key_value < tp
             && queries.iter().zip(&keys).any(|(queries, keys)| *queries != keys * (query / key_value))
@@ -155,8 +154,7 @@ fn held_blocks(files: &Files, held: &ModelOptions, tp: usize, name: &str) -> Res
             .try_fold(true, |all, one: Result<bool>| Ok(all && one?))
     };
     let Some(own) = block(name)? else { return Ok(None) };
-    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse().ok());
-    let layer = layer.unwrap_or(0);
+    let layer = layer_of(name).unwrap_or(0);
     let attention = |name: &str| -> Option<[String; 3]> {
         let (path, _) = name.split_once(".self_attn.")?;
         let parts = &files.config.parts;

@@ -39,6 +39,11 @@ pub(crate) const EXPERT_BIASES: [&str; 3] =
 /// The projections before and behind experts of another width than that of the hidden states.
 pub(crate) const EXPERT_LATENTS: [&str; 2] = ["mlp.fc1_latent_proj", "mlp.fc2_latent_proj"];
 
+/// The layer of the model that a tensor of this name is in; `None` for those outside of layers.
+pub(crate) fn layer_of(name: &str) -> Option<usize> {
+    name.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
+}
+
 impl Config {
     /// The name and shape of every tensor of the model, as layers build them.
     pub fn tensors(&self) -> Vec<NamedShape> {

@@ -22,6 +22,7 @@ use super::resume::TrainState;
 use super::trainer::StepOutput;
 use crate::adapter::{self, AdapterConfig};
 use crate::config::Config;
+use crate::config::tensors::layer_of;
 use crate::cut::{DecoderPipe, StageCut};
 use crate::declare;
 use crate::dtype::DTypeName;
@@ -261,12 +262,6 @@ fn check_steps(recipe: &Recipe, start: usize, owes_loss: bool) -> InputResult {
         "--steps {steps} are made: there is nothing left to learn, give more than {start}."
     );
     Ok(())
-}
-
-/// The layer that a tensor is of, by its name.
-fn layer_of(name: &str) -> Option<usize> {
-    let (_, rest) = name.split_once("layers.")?;
-    rest.split('.').next()?.parse().ok()
 }
 
 fn check_length(recipe: &Recipe, files: &Files) -> InputResult {

@@ -106,11 +106,12 @@ pub struct TrainOutput {
     pub best: Option<BestLoss>,
 }
 
-/// Reads numbers of JSON, which has null for those that are not finite.
+/// Reads a number of JSON, which has null for those that are not finite.
 fn number<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
+/// Reads numbers as [`number`] does.
 fn numbers<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<f64>, D::Error> {
     let read = Vec::<Option<f64>>::deserialize(from)?;
     Ok(read.into_iter().map(|number| number.unwrap_or(f64::NAN)).collect())
@@ -146,8 +147,10 @@ pub fn train(
         // The checkpoint that the training goes on from has all that ended here.
         end = trainer.end_after(&made, job.start);
     }
-    let steps = if end == TrainEnd::Steps { job.steps() } else { 0..0 };
-    for step in steps {
+    for step in job.steps() {
+        if end != TrainEnd::Steps {
+            break;
+        }
         let (made, counts) = comm::record(|| trainer.step(step));
         let mut made = made?;
         sent += counts.total_bytes();
@@ -167,13 +170,9 @@ pub fn train(
         }
         show(Some(made))?;
         end = trainer.end_after(&made, steps);
-        let is_over = end != TrainEnd::Steps;
-        let is_kept = is_over || is_best && job.retention.best;
+        let is_kept = end != TrainEnd::Steps || is_best && job.retention.best;
         if job.saves_after(steps) || is_kept && job.save.is_some() {
             trainer.save(steps)?;
-        }
-        if is_over {
-            break;
         }
     }
     if job.is_local() {
@@ -204,6 +203,7 @@ fn late_validation(trainer: &mut Trainer<'_>) -> Result<Option<StepOutput>> {
     let valid = trainer.validation_loss(text)?;
     if let Some(loss) = valid {
         trainer.progress.validate(job.start, loss);
+        trainer.progress.unvalidated = None;
     }
     Ok(Some(StepOutput { valid, stops: valid.is_none(), ..made }))
 }
@@ -235,12 +235,14 @@ impl<'a> Trainer<'a> {
     /// How the training ends after the last of so many steps; [`TrainEnd::Steps`] if it goes on, too.
     fn end_after(&self, made: &StepOutput, steps: usize) -> TrainEnd {
         let has_patience = self.job.patience.is_none_or(|most| self.progress.validations_since_best < most);
-        match steps == self.job.recipe.rate.steps {
-            // The loss of the validation text is still owed.
-            _ if made.stops && self.progress.unvalidated.is_some() => TrainEnd::Signal,
-            false if made.stops => TrainEnd::Signal,
-            false if made.valid.is_some() && !has_patience => TrainEnd::Patience,
-            _ => TrainEnd::Steps,
+        let is_last = steps == self.job.recipe.rate.steps;
+        // A loss of the validation text that is owed is one of another run.
+        if self.progress.unvalidated.is_some() || made.stops && !is_last {
+            TrainEnd::Signal
+        } else if made.valid.is_some() && !has_patience && !is_last {
+            TrainEnd::Patience
+        } else {
+            TrainEnd::Steps
         }
     }
 

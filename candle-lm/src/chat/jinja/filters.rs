@@ -314,6 +314,10 @@ pub(super) fn apply(
             let key = args.one(name)?;
             ops::item(&value, &key, work)
         }
+        // Of nothing, whatever it is, there are no items.
+        "map" | "select" | "reject" | "selectattr" | "rejectattr" if !value.is_true() => {
+            work.list(Vec::new())
+        }
         "map" => mapped(renderer, &value, args),
         "select" | "reject" | "selectattr" | "rejectattr" => selected(renderer, name, &value, args),
         _ => fail(format!("there is no filter {name}")),

@@ -109,10 +109,6 @@ pub(super) fn mapped(
     mut args: Args,
 ) -> EvalResult<JinjaValue> {
     let work = renderer.work;
-    // Of nothing, whatever it is, there are no items.
-    if !value.is_true() {
-        return work.list(Vec::new());
-    }
     let items = value.items(work)?;
     let mut made = Vec::new();
     if args.positional.is_empty() {
@@ -143,9 +139,6 @@ pub(super) fn selected(
     mut args: Args,
 ) -> EvalResult<JinjaValue> {
     let work = renderer.work;
-    if !value.is_true() {
-        return work.list(Vec::new());
-    }
     let attribute = if !filter.ends_with("attr") {
         None
     } else if args.positional.is_empty() {
