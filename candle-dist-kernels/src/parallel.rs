@@ -9,15 +9,23 @@ use candle_core::utils::get_num_threads;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::cell::{Cell, OnceCell};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 thread_local! {
     /// The pool of this thread, which ends with it; none if the system has no threads for it.
-    static POOL: OnceCell<Option<ThreadPool>> = const { OnceCell::new() };
+    static POOL: OnceCell<Option<Workers>> = const { OnceCell::new() };
 
     /// Whether this thread computes a piece of work alone.
     static IS_ALONE: Cell<bool> = const { Cell::new(false) };
+
+    /// Whether this thread looks for work.
+    static IS_LOOKING: Cell<bool> = const { Cell::new(false) };
 }
+
+/// The cores of this process.
+static CORES: OnceLock<usize> = OnceLock::new();
 
 /// Pieces of work for each thread: threads that are done take pieces of others.
 const PIECES: usize = 8;
@@ -34,13 +42,78 @@ pub(super) fn threads() -> usize {
     let threads = get_num_threads();
     if threads > 1 && rayon::current_thread_index().is_none() {
         // This thread is one of the workers. rayon keeps some kilobytes for it, also after its end.
-        let pool = || {
-            gemm::set_threading_threshold(PRODUCT);
-            ThreadPoolBuilder::new().num_threads(threads).use_current_thread().build().ok()
-        };
-        POOL.with(|made| _ = made.get_or_init(pool));
+        POOL.with(|made| _ = made.get_or_init(|| Workers::new(threads)));
     }
     threads
+}
+
+/// The threads of a thread that computes.
+struct Workers {
+    pool: ThreadPool,
+    watch: Arc<Watch>,
+}
+
+/// How workers stay awake between two pieces of work.
+struct Watch {
+    owner: thread::ThreadId,
+    /// The workers that look for work, and do not sleep.
+    awake: AtomicUsize,
+}
+
+/// The threads of all pools of this process.
+static THREADS: AtomicUsize = AtomicUsize::new(0);
+
+/// How long a worker looks for work before it sleeps: longer than what a rank does alone between two products of a token.
+const AWAKE: Duration = Duration::from_micros(200);
+
+impl Workers {
+    fn new(threads: usize) -> Option<Self> {
+        gemm::set_threading_threshold(PRODUCT);
+        let pool = ThreadPoolBuilder::new().num_threads(threads).use_current_thread().build().ok()?;
+        THREADS.fetch_add(threads, Ordering::Relaxed);
+        Some(Self {
+            pool,
+            watch: Arc::new(Watch { owner: thread::current().id(), awake: AtomicUsize::new(0) }),
+        })
+    }
+
+    /// Lets workers look for work until there is none for a while, where each thread has a core.
+    ///
+    /// To wake a thread that sleeps takes as long as a product of a token.
+    fn keep_awake(&self) {
+        let cores = *CORES.get_or_init(|| thread::available_parallelism().map_or(1, usize::from));
+        if THREADS.load(Ordering::Relaxed) > cores {
+            return;
+        }
+        for _ in self.watch.awake.load(Ordering::Relaxed)..self.pool.current_num_threads() - 1 {
+            let watch = Arc::clone(&self.watch);
+            watch.awake.fetch_add(1, Ordering::Relaxed);
+            self.pool.spawn(move || watch.look_for_work());
+        }
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        THREADS.fetch_sub(self.pool.current_num_threads(), Ordering::Relaxed);
+    }
+}
+
+impl Watch {
+    fn look_for_work(&self) {
+        // The owner has other things to do, and a worker that looks already finds this like any work.
+        if thread::current().id() != self.owner && !IS_LOOKING.replace(true) {
+            let mut last = Instant::now();
+            while last.elapsed() < AWAKE {
+                match rayon::yield_now() {
+                    Some(rayon::Yield::Executed) => last = Instant::now(),
+                    _ => std::hint::spin_loop(),
+                }
+            }
+            IS_LOOKING.set(false);
+        }
+        self.awake.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// Runs `f`, all of whose work this thread does alone, as other threads have work of their own.
@@ -89,6 +162,7 @@ fn on_threads<P: Send, R: Send>(
 fn for_each(count: usize, run: &(dyn Fn(usize) + Sync)) {
     let threads = rayon::current_num_threads();
     let piece = (count / (PIECES * threads)).max(1);
+    POOL.with(|workers| workers.get().and_then(Option::as_ref).map(Workers::keep_awake));
     let next = AtomicUsize::new(0);
     let take = || loop {
         let start = next.fetch_add(piece, Ordering::Relaxed);

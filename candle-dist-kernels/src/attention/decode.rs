@@ -1,16 +1,36 @@
 //! Attention of single queries, each over keys and values of its own.
 use super::Scale;
 use super::forward::log_sum;
+use super::heads::blocks;
 use crate::element::Element;
-use crate::few_rows::{STREAMS, dots};
 use crate::real::Real;
 use crate::rows::{max, min, sum, vectorised};
 use crate::{TensorReader, compute_dtype, cpu, parallel};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::{bf16, f16};
+use std::hint::black_box;
+use std::ops::Range;
 
-/// The number of multiplications from which heads are distributed over threads.
-const PARALLEL: usize = 1 << 18;
+/// The number of multiplications from which the work is distributed over threads.
+const PARALLEL: usize = 1 << 16;
+
+/// Tokens that a thread attends at once: the keys and values of a head that stay in the core's cache.
+const BLOCK: usize = 512;
+
+/// Queries that meet a row at once.
+const QUERIES: usize = 4;
+
+/// Keys that a query meets at once.
+const ROWS: usize = 2;
+
+/// Rows of values that are added up at once.
+const MIXED: usize = 32;
+
+/// Columns that are added up at once.
+const LANES: usize = 16;
+
+/// What follows the sums of a query: its largest score, and the sum of its weights.
+const NORMS: usize = 2;
 
 /// Computes the attention of several new tokens. Each belongs to another text, and sees all tokens of that text.
 ///
@@ -112,24 +132,42 @@ fn run<T: Real, E: Element<Real = T>>(
         .iter()
         .map(|[k, v]| Ok([CacheRows::<E>::of(k)?, CacheRows::of(v)?]))
         .collect::<Result<Vec<_>>>()?;
-    let group = heads / kv_heads;
-    let columns = width + usize::from(log_sums);
+    let (group, columns) = (heads / kv_heads, width + usize::from(log_sums));
     let mut out = vec![T::zero(); count * heads * columns];
-    let of_head = |at: usize, out: &mut [T]| {
-        let [keys, values] = &kept[at / kv_heads];
-        let (keys, values) = (keys.head(at % kv_heads), values.head(at % kv_heads));
-        let query = &query[at * group * dim..][..group * dim];
+    if out.is_empty() {
+        return Tensor::from_vec(out, (1, count, heads, columns), &Device::Cpu);
+    }
+    let pieces: Vec<_> = (0..count * kv_heads)
+        .flat_map(|head| {
+            blocks(0..kept[head / kv_heads][0].tokens.max(1), BLOCK).map(move |tokens| (head, tokens))
+        })
+        .collect();
+    let mut sums = vec![T::zero(); pieces.len() * group * (width + NORMS)];
+    let of_piece = |at: usize, sums: &mut [T]| {
+        let (head, tokens) = &pieces[at];
+        let [keys, values] = kept[head / kv_heads].map(|rows| rows.part(head % kv_heads, tokens));
+        let queries = &query[head * group * dim..][..group * dim];
         let mut scores = vec![T::zero(); group * keys.tokens];
         vectorised(
             #[inline(always)]
-            || attend(query, [keys, values], (scale, log_sums), &mut scores, out),
+            || attend(queries, [keys, values], scale, &mut scores, sums),
         );
     };
-    parallel::map(
-        tokens * heads * (dim + width) >= PARALLEL,
-        out.chunks_mut((group * columns).max(1)),
-        of_head,
-    );
+    let is_shared = tokens * heads * (dim + width) >= PARALLEL;
+    parallel::map(is_shared, sums.chunks_mut(group * (width + NORMS)), of_piece);
+    let mut sums = sums.chunks_exact(group * (width + NORMS));
+    let of_heads = pieces.chunk_by(|(a, _), (b, _)| a == b).zip(out.chunks_mut(group * columns));
+    for (blocks, out) in of_heads {
+        let tokens = kept[blocks[0].0 / kv_heads][0].tokens;
+        let blocks: Vec<_> = sums.by_ref().take(blocks.len()).collect();
+        for (query, out) in out.chunks_mut(columns).enumerate() {
+            if tokens == 0 {
+                out[width..].fill(log_sum((T::zero(), T::zero()), T::one()));
+                continue;
+            }
+            join(&blocks, query, scale.rest(), width, out);
+        }
+    }
     Tensor::from_vec(out, (1, count, heads, columns), &Device::Cpu)
 }
 
@@ -153,9 +191,11 @@ impl<'a, E: Element> CacheRows<'a, E> {
         Ok(Self { elements, tokens, width, strides: [of_head, of_token] })
     }
 
-    /// One head.
-    fn head(self, head: usize) -> Self {
-        Self { elements: &self.elements[head * self.strides[0]..], ..self }
+    /// Some tokens of one head.
+    fn part(self, head: usize, tokens: &Range<usize>) -> Self {
+        let start = head * self.strides[0] + tokens.start * self.strides[1];
+        let tokens = tokens.end.min(self.tokens) - tokens.start.min(self.tokens);
+        Self { elements: &self.elements[start.min(self.elements.len())..], tokens, ..self }
     }
 
     #[inline(always)]
@@ -164,75 +204,182 @@ impl<'a, E: Element> CacheRows<'a, E> {
     }
 }
 
-/// Attention of the queries of one key head. `scores` has room for each query and token.
+/// Attention of the queries of one key head over some tokens: for each query the weighted rows of the values, the largest score, and the sum of
+/// the weights.
+///
+/// `scores` has room for each query and token. The bits of a query do not depend on the others.
 #[inline(always)]
 fn attend<T: Real, E: Element<Real = T>>(
     queries: &[T],
     [keys, values]: [CacheRows<'_, E>; 2],
-    (scale, log_sums): (Scale, bool),
+    scale: Scale,
     scores: &mut [T],
-    out: &mut [T],
+    sums: &mut [T],
 ) {
     let (tokens, dim, width) = (keys.tokens, keys.width, values.width);
-    let columns = width + usize::from(log_sums);
-    if tokens == 0 && log_sums {
-        out.chunks_exact_mut(columns).for_each(|row| row[width] = log_sum((T::zero(), T::zero()), T::one()));
-    }
-    if tokens * columns == 0 {
+    if tokens == 0 {
         return;
     }
-    for first in (0..tokens).step_by(STREAMS) {
-        let here = STREAMS.min(tokens - first);
-        // Where there are fewer keys, the surplus scores are not used.
-        let rows = std::array::from_fn(|i| keys.row((first + i).min(tokens - 1)));
-        for (scores, query) in scores.chunks_exact_mut(tokens).zip(queries.chunks_exact(dim.max(1))) {
-            let [sums] = dots([query], rows);
-            scores[first..][..here].copy_from_slice(&sums[..here]);
+    let several = scores.chunks_mut(QUERIES * tokens).zip(sums.chunks_mut(QUERIES * (width + NORMS)));
+    for (i, (scores, sums)) in several.enumerate() {
+        let queries = &queries[i * QUERIES * dim..];
+        match scores.len() / tokens {
+            1 => attend_at_once::<T, E, 1>(queries, [keys, values], scale, scores, sums),
+            2 => attend_at_once::<T, E, 2>(queries, [keys, values], scale, scores, sums),
+            3 => attend_at_once::<T, E, 3>(queries, [keys, values], scale, scores, sums),
+            _ => attend_at_once::<T, E, QUERIES>(queries, [keys, values], scale, scores, sums),
         }
-    }
-    for (scores, out) in scores.chunks_exact_mut(tokens).zip(out.chunks_exact_mut(columns)) {
-        scale.cap_row(scores);
-        let norms = soften(scores, scale.rest());
-        let (out, logarithm) = out.split_at_mut(width);
-        mix(scores, &values, out);
-        logarithm.iter_mut().for_each(|logarithm| *logarithm = log_sum(norms, scale.rest()));
     }
 }
 
-/// Replaces a row by the softmax of `row · scale`, and returns its largest element and the sum of the exponentials.
+/// [`attend`] of `N` queries.
+#[inline(always)]
+fn attend_at_once<T: Real, E: Element<Real = T>, const N: usize>(
+    queries: &[T],
+    [keys, values]: [CacheRows<'_, E>; 2],
+    scale: Scale,
+    scores: &mut [T],
+    sums: &mut [T],
+) {
+    let (tokens, dim, width) = (keys.tokens, keys.width, values.width);
+    for first in (0..tokens).step_by(ROWS) {
+        // Where there are fewer keys, the surplus scores are not used.
+        let rows = [keys.row(first), keys.row((first + 1).min(tokens - 1))];
+        let made = dots::<T, E, N>(queries, rows, dim);
+        for (scores, made) in scores.chunks_exact_mut(tokens).zip(&made) {
+            for (score, &made) in scores[first..].iter_mut().zip(made) {
+                *score = made;
+            }
+        }
+    }
+    for (scores, sums) in scores.chunks_exact_mut(tokens).zip(sums.chunks_exact_mut(width + NORMS)) {
+        scale.cap_row(scores);
+        (sums[width], sums[width + 1]) = soften(scores, scale.rest());
+    }
+    for first in (0..tokens).step_by(MIXED) {
+        let here = MIXED.min(tokens - first);
+        let mut weights = [[T::zero(); MIXED]; N];
+        for (weights, scores) in weights.iter_mut().zip(scores.chunks_exact(tokens)) {
+            weights[..here].copy_from_slice(&scores[first..][..here]);
+        }
+        mix(&weights, &values, first..first + here, sums);
+    }
+}
+
+/// The products of some queries and keys. The compiler keeps vectors only where it sees plain loops.
+#[inline(always)]
+fn dots<T: Real, E: Element<Real = T>, const N: usize>(
+    queries: &[T],
+    rows: [&[E]; ROWS],
+    dim: usize,
+) -> [[T; ROWS]; N] {
+    let mut lanes = [[[T::zero(); LANES]; ROWS]; N];
+    let whole = dim - dim % LANES;
+    for at in (0..whole).step_by(LANES) {
+        let mut wide = [[T::zero(); LANES]; ROWS];
+        for (wide, row) in wide.iter_mut().zip(rows) {
+            for (wide, value) in wide.iter_mut().zip(&row[at..][..LANES]) {
+                *wide = value.load();
+            }
+        }
+        for (i, lanes) in lanes.iter_mut().enumerate() {
+            let query = &queries[i * dim + at..][..LANES];
+            for (lanes, wide) in lanes.iter_mut().zip(&wide) {
+                for ((lane, &x), &value) in lanes.iter_mut().zip(query).zip(wide) {
+                    *lane += x * value;
+                }
+            }
+        }
+    }
+    // If the compiler saw these sums together with the loop, it would keep lanes in pairs instead of whole vectors.
+    let lanes = black_box(lanes);
+    let mut made = [[T::zero(); ROWS]; N];
+    for (i, (made, lanes)) in made.iter_mut().zip(&lanes).enumerate() {
+        for ((made, lanes), row) in made.iter_mut().zip(lanes).zip(rows) {
+            let mut quarters = [T::zero(); 4];
+            for (lane, quarter) in quarters.iter_mut().enumerate() {
+                *quarter = (lanes[lane] + lanes[lane + 4]) + (lanes[lane + 8] + lanes[lane + 12]);
+            }
+            *made = (quarters[0] + quarters[1]) + (quarters[2] + quarters[3]);
+            for (&x, value) in queries[i * dim..][whole..dim].iter().zip(&row[whole..]) {
+                *made += x * value.load();
+            }
+        }
+    }
+    made
+}
+
+/// Replaces scores by weights, `e` to the power of their distance from the largest one, and returns that one and the sum of the weights.
 #[inline(always)]
 fn soften<T: Real>(row: &mut [T], scale: T) -> (T, T) {
-    if row.is_empty() {
-        return (T::zero(), T::zero());
-    }
     let top = if scale < T::zero() { min(row) } else { max(row) };
+    // Others may be larger, where all scores of these tokens are -∞.
+    let from = if top * scale == T::from_f64(f64::NEG_INFINITY) { T::zero() } else { top };
     for v in row.iter_mut() {
-        *v = ((*v - top) * scale).exp_neg(T::zero());
+        *v = ((*v - from) * scale).exp_neg(T::zero());
     }
-    let total = sum(row, |v| v);
-    let norm = T::one() / total;
-    for v in row.iter_mut() {
-        *v *= norm;
-    }
-    (top, total)
+    (top, sum(row, |v| v))
 }
 
-/// Adds the weighted rows of the values to `out`, in their order.
+/// Adds the weighted rows of some tokens to the sums of each query, in their order.
 #[inline(always)]
-fn mix<T: Real, E: Element<Real = T>>(weights: &[T], values: &CacheRows<'_, E>, out: &mut [T]) {
-    let (several, rest) = weights.as_chunks::<STREAMS>();
-    for (i, &[p, q, r, s]) in several.iter().enumerate() {
-        let [a, b, c, d] = std::array::from_fn(|row| values.row(i * STREAMS + row));
-        for ((((out, a), b), c), d) in out.iter_mut().zip(a).zip(b).zip(c).zip(d) {
-            *out = *out + p * a.load() + q * b.load() + r * c.load() + s * d.load();
+fn mix<T: Real, E: Element<Real = T>, const N: usize>(
+    weights: &[[T; MIXED]; N],
+    values: &CacheRows<'_, E>,
+    tokens: Range<usize>,
+    sums: &mut [T],
+) {
+    let (first, here, width) = (tokens.start, tokens.len(), values.width);
+    let whole = width - width % LANES;
+    for at in (0..whole).step_by(LANES) {
+        let mut made = [[T::zero(); LANES]; N];
+        for (i, made) in made.iter_mut().enumerate() {
+            made.copy_from_slice(&sums[i * (width + NORMS) + at..][..LANES]);
+        }
+        for token in 0..here.min(MIXED) {
+            let row = &values.elements[(first + token) * values.strides[1] + at..][..LANES];
+            let mut wide = [T::zero(); LANES];
+            for (wide, value) in wide.iter_mut().zip(row) {
+                *wide = value.load();
+            }
+            for (made, weights) in made.iter_mut().zip(weights) {
+                for (made, value) in made.iter_mut().zip(wide) {
+                    *made += weights[token] * value;
+                }
+            }
+        }
+        for (i, made) in made.iter().enumerate() {
+            sums[i * (width + NORMS) + at..][..LANES].copy_from_slice(made);
         }
     }
-    let first = several.len() * STREAMS;
-    for (row, &weight) in (first..).zip(rest) {
-        for (out, value) in out.iter_mut().zip(values.row(row)) {
-            *out += weight * value.load();
+    for token in 0..here {
+        let row = &values.row(first + token)[whole..];
+        for (sums, weights) in sums.chunks_exact_mut(width + NORMS).zip(weights) {
+            for (sum, value) in sums[whole..width].iter_mut().zip(row) {
+                *sum += weights[token] * value.load();
+            }
         }
     }
+}
+
+/// Joins what the blocks of a key head's tokens made of a query.
+fn join<T: Real>(blocks: &[&[T]], query: usize, scale: T, width: usize, out: &mut [T]) {
+    let of_query =
+        || blocks.iter().map(|block| block[query * (width + NORMS)..][..width + NORMS].split_at(width));
+    let larger = |a: T, b: T| if b * scale > a * scale { b } else { a };
+    let top = of_query().map(|(_, norms)| norms[0]).reduce(larger).unwrap_or(T::zero());
+    let (out, logarithm) = out.split_at_mut(width);
+    let mut total = T::zero();
+    for (mixed, norms) in of_query() {
+        let share = if blocks.len() == 1 { T::one() } else { ((norms[0] - top) * scale).exp_neg(T::zero()) };
+        total += norms[1] * share;
+        for (out, &mixed) in out.iter_mut().zip(mixed) {
+            *out += mixed * share;
+        }
+    }
+    let norm = T::one() / total;
+    out.iter_mut().for_each(|out| *out *= norm);
+    logarithm.iter_mut().for_each(|logarithm| *logarithm = log_sum((top, total), scale));
 }
 
 fn composed(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale, log_sums: bool) -> Result<Tensor> {

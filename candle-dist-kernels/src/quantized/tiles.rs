@@ -19,7 +19,7 @@ use super::portable::PortableLanes;
 use crate::parallel;
 
 /// Multiplications from which several threads share a product.
-const PARALLEL: usize = 1 << 20;
+const PARALLEL: usize = 1 << 17;
 
 /// Results from which several threads put them into their places, and the rows of a thread's piece.
 const PARALLEL_COPY: usize = 1 << 16;
