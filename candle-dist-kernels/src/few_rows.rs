@@ -8,6 +8,7 @@ use candle_core::{CpuStorage, Layout, Result, bail};
 use std::hint::black_box;
 
 use super::element::Element;
+use super::parallel;
 use super::real::Real;
 use super::rows::by_blocks;
 
@@ -52,6 +53,9 @@ pub(super) fn product<T: Real, E: Element<Real = T>>(
     let (start, stride) = (layout.start_offset(), layout.stride()[0]);
     if m * n * k == 0 {
         return Ok(vec![T::zero(); m * n]);
+    }
+    if m <= FEW {
+        parallel::keep_awake();
     }
     let part = n.div_ceil(STREAMS);
     let mut sums = vec![T::zero(); part * STREAMS * m];

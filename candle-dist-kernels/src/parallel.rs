@@ -77,9 +77,7 @@ impl Workers {
         })
     }
 
-    /// Lets workers look for work until there is none for a while, where each thread has a core.
-    ///
-    /// To wake a thread that sleeps takes as long as a product of a token.
+    /// See [`keep_awake`]. Workers sleep where threads share cores.
     fn keep_awake(&self) {
         let cores = *CORES.get_or_init(|| thread::available_parallelism().map_or(1, usize::from));
         if THREADS.load(Ordering::Relaxed) > cores {
@@ -107,12 +105,21 @@ impl Watch {
             while last.elapsed() < AWAKE {
                 match rayon::yield_now() {
                     Some(rayon::Yield::Executed) => last = Instant::now(),
-                    _ => std::hint::spin_loop(),
+                    // Others may need this core, such as candle's own threads.
+                    _ => thread::yield_now(),
                 }
             }
             IS_LOOKING.set(false);
         }
         self.awake.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Lets the workers of this thread look for work until there is none for a while. For the work on single tokens: its pieces are as short as
+/// it takes to wake a thread, and threads that look for work are in the way of candle's own.
+pub(super) fn keep_awake() {
+    if threads() > 1 {
+        POOL.with(|workers| workers.get().and_then(Option::as_ref).map(Workers::keep_awake));
     }
 }
 
@@ -162,7 +169,6 @@ fn on_threads<P: Send, R: Send>(
 fn for_each(count: usize, run: &(dyn Fn(usize) + Sync)) {
     let threads = rayon::current_num_threads();
     let piece = (count / (PIECES * threads)).max(1);
-    POOL.with(|workers| workers.get().and_then(Option::as_ref).map(Workers::keep_awake));
     let next = AtomicUsize::new(0);
     let take = || loop {
         let start = next.fetch_add(piece, Ordering::Relaxed);
@@ -223,6 +229,30 @@ mod tests {
             [scope.spawn(workers), scope.spawn(workers)].map(|thread| thread.join().unwrap())
         });
         assert!(a.iter().all(|id| !b.contains(id)));
+    }
+
+    #[test]
+    fn workers_that_stay_awake_work_and_sleep_at_last() {
+        thread::spawn(|| {
+            let workers = Workers::new(2).unwrap();
+            let awake = || workers.watch.awake.load(Ordering::Relaxed);
+            // Other pools may have the cores.
+            let is_alone = THREADS.load(Ordering::Relaxed) <= thread::available_parallelism().unwrap().get();
+            workers.keep_awake();
+            assert_eq!(awake() > 0, is_alone);
+            let mut numbers = [0; 100];
+            for round in 1..=1000 {
+                workers.keep_awake();
+                assert!(awake() <= 1);
+                on_threads(numbers.chunks_mut(7), |_, part| part.iter_mut().for_each(|number| *number += 1));
+                assert_eq!(numbers, [round; 100]);
+            }
+            while awake() > 0 {
+                thread::yield_now();
+            }
+        })
+        .join()
+        .unwrap();
     }
 
     #[test]

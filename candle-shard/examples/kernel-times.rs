@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{D, Device::Cpu, Result, Tensor, Var};
+use candle_core::{D, DType, Device::Cpu, Result, Tensor, Var};
 use candle_dist::{RankContext, World};
 use candle_nn::{Optimizer, ParamsAdamW};
 use candle_shard::kernels;
@@ -45,6 +45,33 @@ fn randn(dims: &[usize]) -> Result<Var> {
 
 /// The share of each rank of work that `ranks` ranks distribute, as closures that compute it once.
 type Shares = Vec<(&'static str, Box<dyn FnMut() -> Result<()>>)>;
+
+/// Matrices of more bytes than caches hold, as a token meets them.
+fn of_a_model(ranks: usize) -> Result<Vec<kernels::QuantizedMatrix>> {
+    let one = |_| {
+        let weight = Tensor::randn(0f32, 1.0, (2048 / ranks, 2048), &Cpu)?;
+        kernels::QuantizedMatrix::new(QTensor::quantize(&weight, GgmlDType::Q8_0)?)
+    };
+    (0..16).map(one).collect()
+}
+
+/// Reads so many bytes on all threads of this rank, and computes next to nothing.
+fn read(words: &[u64]) {
+    let sum = |words: &[u64]| {
+        let (blocks, _) = words.as_chunks::<64>();
+        let sums = blocks.iter().fold([0u64; 64], |mut sums, block| {
+            sums.iter_mut().zip(block).for_each(|(sum, word)| *sum = sum.wrapping_add(*word));
+            sums
+        });
+        std::hint::black_box(sums);
+    };
+    let threads = candle_core::utils::get_num_threads();
+    std::thread::scope(|scope| {
+        for part in words.chunks(words.len().div_ceil(threads)) {
+            scope.spawn(move || sum(part));
+        }
+    });
+}
 
 fn shares(ranks: usize) -> Result<Shares> {
     let mut all: Shares = Vec::new();
@@ -89,6 +116,26 @@ fn shares(ranks: usize) -> Result<Shares> {
         let x = Tensor::randn(0f32, 1.0, (rows, 576), &Cpu)?;
         all.push((name, Box::new(move || kernels::quantized_linear(&x, &[&weight]).map(drop))));
     }
+    let weights = of_a_model(ranks)?;
+    let bytes: usize = weights.iter().map(kernels::QuantizedMatrix::bytes).sum();
+    let x = Tensor::randn(0f32, 1.0, (1, 2048), &Cpu)?;
+    all.push((
+        "quantized_linear 1x2048 -> 2048, 16 of Q8_0",
+        Box::new(move || {
+            weights.iter().try_for_each(|weight| kernels::quantized_linear(&x, &[weight]).map(drop))
+        }),
+    ));
+    let words = vec![1; bytes / 8];
+    all.push(("a bare read of their bytes", Box::new(move || Ok(read(&words)))));
+    let keys = Tensor::randn(0f32, 1.0, (1, 8 / ranks, 8192, 128), &Cpu)?.to_dtype(DType::BF16)?;
+    let text = [[keys.copy()?, keys]];
+    let query = Tensor::randn(0f32, 1.0, (1, 32 / ranks, 1, 128), &Cpu)?;
+    all.push((
+        "decode_attn 32x128 of 8192 tokens, bf16",
+        Box::new(move || {
+            candle_dist_kernels::parts::decode_attn(&query, &text, 0.125.into(), false).map(drop)
+        }),
+    ));
     let weight = randn(&[1024 / ranks, 1024])?;
     let grads = weight.sum_all()?.backward()?;
     let mut optimizer = kernels::AdamW::new(vec![weight], ParamsAdamW::default())?;
@@ -137,12 +184,12 @@ fn compare(count: usize) -> Result<()> {
         columns.push(times);
     }
     println!("milliseconds on ranks × threads, and how many times as fast as on one thread of one rank");
-    println!("{:<42}{:>9}{:>18}{:>18}", "kernel", "1 × 1", format!("1 × {count}"), format!("{count} × 1"));
+    println!("{:<46}{:>9}{:>18}{:>18}", "kernel", "1 × 1", format!("1 × {count}"), format!("{count} × 1"));
     for (at, (name, _)) in shares(1)?.iter().enumerate() {
         let one = columns[0][at];
         let cells =
             columns[1..].iter().map(|times| format!("{:>10.3} ({:>4.2})", times[at], one / times[at]));
-        println!("{name:<42}{one:>9.3}{}", cells.map(|cell| format!("{cell:>18}")).collect::<String>());
+        println!("{name:<46}{one:>9.3}{}", cells.map(|cell| format!("{cell:>18}")).collect::<String>());
     }
     Ok(())
 }

@@ -12,6 +12,7 @@ mod backward;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod decode;
+mod decode_block;
 #[cfg(feature = "cuda")]
 mod decode_cuda;
 #[cfg(any(test, feature = "cuda"))]

@@ -18,6 +18,9 @@ use super::lanes::Lanes;
 use super::portable::PortableLanes;
 use crate::parallel;
 
+/// The most rows of a product that tokens need one at a time.
+const FEW: usize = 4;
+
 /// Multiplications from which several threads share a product.
 const PARALLEL: usize = 1 << 17;
 
@@ -197,6 +200,9 @@ impl Tiles {
         };
         let work = self.columns * m * ROWS;
         if out.len() / m * work >= PARALLEL && parallel::threads() > 1 {
+            if m <= FEW {
+                parallel::keep_awake();
+            }
             let rows = (PIECE / work).max(1);
             let parts = self.tiles().chunks(rows * row_bytes).zip(out.chunks_mut(rows * m));
             parallel::map(true, parts, |_, part| run(part));
