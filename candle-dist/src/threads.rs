@@ -142,7 +142,7 @@ unsafe fn set(per_rank: usize) {
 /// Returns whether GPUs have fewer queues for streams than we ask for.
 #[cfg(feature = "nccl")]
 pub(crate) fn has_few_queues() -> bool {
-    std::env::var(CONNECTIONS).ok().is_none_or(|text| text.trim() != QUEUES)
+    std::env::var(CONNECTIONS).map_or(true, |text| text.trim() != QUEUES)
 }
 
 /// Says on stderr, once, which variables of GPUs are not as they should be, and what follows.
