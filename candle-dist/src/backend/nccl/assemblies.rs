@@ -233,7 +233,7 @@ mod tests {
         let table = AssemblyTable::new(true);
         let (first, second) = (table.member(7, &[0, 1], 0), table.member(7, &[0, 1], 1));
         let call = come(&first);
-        assert!(!first.may_enqueue(call));
+        assert!(first.shares_gpu() && !first.may_enqueue(call));
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| while !first.may_enqueue(call) {});
             let other = come(&second);
@@ -241,7 +241,7 @@ mod tests {
             assert!(second.may_enqueue(other));
         });
         assert!(!first.may_mark(call));
-        [&first, &second].map(|member| member.note_enqueued(call));
+        [&first, &second].map(|member| drop(member.turn(call)));
         assert!(first.may_mark(call) && second.may_mark(call));
         let next = come(&second);
         assert!(!second.may_enqueue(next), "the next call");
@@ -256,10 +256,10 @@ mod tests {
         // Each rank comes to them in another order.
         let calls = [come(&a[0]), come(&b[1]), come(&b[0]), come(&a[1])];
         assert!(b[0].may_enqueue(calls[2]) && !a[0].may_enqueue(calls[0]) && !a[1].may_enqueue(calls[3]));
-        b[0].note_enqueued(calls[2]);
+        drop(b[0].turn(calls[2]));
         assert!(!a[0].may_enqueue(calls[0]), "the other member has not enqueued the first one");
         assert!(b[1].may_enqueue(calls[1]));
-        b[1].note_enqueued(calls[1]);
+        drop(b[1].turn(calls[1]));
         assert!(a[0].may_enqueue(calls[0]) && a[1].may_enqueue(calls[3]));
         let elsewhere = [0, 1].map(|me| table.member(9, &[6, 7], me));
         let others = [come(&elsewhere[0]), come(&elsewhere[1])];
@@ -274,15 +274,15 @@ mod tests {
         let of_gpu = is_done.clone();
         let ahead = members[0].come(false, move || of_gpu.load(Ordering::Relaxed));
         assert!(members[0].may_enqueue(ahead), "it goes ahead");
-        members[0].note_enqueued(ahead);
+        drop(members[0].turn(ahead));
         let behind = come(&members[1]);
         assert!(!members[1].may_enqueue(behind));
         is_done.store(true, Ordering::Relaxed);
         assert!(members[1].may_enqueue(behind) && members[1].may_mark(behind));
-        members[1].note_enqueued(behind);
+        drop(members[1].turn(behind));
         // Calls for which nobody waits are not kept.
         for _ in 0..3 {
-            members.iter().for_each(|member| member.note_enqueued(member.come(false, || false)));
+            members.iter().for_each(|member| drop(member.turn(member.come(false, || false))));
         }
         assert!(table.state.lock().comms[&7].members.iter().all(|member| member.ready.is_empty()));
     }
