@@ -174,7 +174,7 @@ impl CallMember {
         is_turn
     }
 
-    /// Returns the turn of this member to enqueue a call.
+    /// Returns the turn of this member to enqueue a call. It may end before it has come.
     pub(super) fn turn(&self, call: MemberCall) -> CallTurn<'_> {
         CallTurn { member: self, call }
     }
@@ -185,9 +185,11 @@ impl CallMember {
         let Some(comm) = state.comms.get_mut(&self.name) else { return };
         let member = &mut comm.members[self.me];
         member.enqueued += 1;
-        let rank = member.rank;
-        if call.waits {
-            state.busy.remove(&rank);
+        let (rank, place) = (member.rank, call.number.checked_sub(comm.begun));
+        match place.and_then(|place| member.ready.get_mut(usize::try_from(place).ok()?)) {
+            Some((_, waits)) => *waits = false, // it has not begun, and nobody waits for that any more
+            None if call.waits => _ = state.busy.remove(&rank),
+            None => {}
         }
         drop(state);
         self.table.changed.notify_all();
@@ -280,6 +282,10 @@ mod tests {
         is_done.store(true, Ordering::Relaxed);
         assert!(members[1].may_enqueue(behind) && members[1].may_mark(behind));
         drop(members[1].turn(behind));
+        // A member that gives up holds up no other call.
+        drop(members[1].turn(come(&members[1])));
+        drop(members[0].turn(members[0].come(false, || true)));
+        assert!(table.state.lock().busy.is_empty());
         // Calls for which nobody waits are not kept.
         for _ in 0..3 {
             members.iter().for_each(|member| drop(member.turn(member.come(false, || false))));

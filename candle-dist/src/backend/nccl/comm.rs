@@ -225,9 +225,9 @@ impl CommState {
         let events = after.events.clone();
         // A GPU that reports an error will not finish its work.
         let has_ended = move || events.iter().all(|event| !matches!(event.try_is_complete(), Ok(false)));
-        let call = member.come(member.shares_gpu() || self.rank.has_pending(), has_ended);
-        self.wait_until(number, || Ok(member.may_enqueue(call)))?;
-        Ok(member.turn(call))
+        let turn = member.turn(member.come(member.shares_gpu() || self.rank.has_pending(), has_ended));
+        self.wait_until(number, || Ok(member.may_enqueue(turn.call)))?;
+        Ok(turn)
     }
 
     /// Waits on the host for something before the call `number` can go on. `is_there` waits for it a little.
