@@ -113,8 +113,7 @@ impl AssemblyState {
     /// Lets the next call of a communicator begin, if it can. Returns whether all members have come to it.
     fn begin(&mut self, name: u64) -> bool {
         let Some(comm) = self.comms.get_mut(&name) else { return false };
-        let mut fronts = comm.members.iter().map(|member| (member.rank, member.ready.front()));
-        if fronts.any(|(_, front)| front.is_none()) {
+        if comm.members.iter().any(|member| member.ready.is_empty()) {
             return false;
         }
         let waiting = |member: &MemberCalls| member.ready.front().is_some_and(|(_, waits)| *waits);
@@ -243,7 +242,7 @@ mod tests {
             assert!(second.may_enqueue(other));
         });
         assert!(!first.may_mark(call));
-        [&first, &second].map(|member| drop(member.turn(call)));
+        [&first, &second].iter().for_each(|member| drop(member.turn(call)));
         assert!(first.may_mark(call) && second.may_mark(call));
         let next = come(&second);
         assert!(!second.may_enqueue(next), "the next call");
