@@ -122,7 +122,7 @@ run() {
   [ -z "$5" ] || card="$card, $5 CTAs"
   (
     cd "$place"
-    [ -z "$4" ] || export SIM_QUEUES="$4"
+    [ -z "$4" ] || export SIM_QUEUES="$4" CUDA_DEVICE_MAX_CONNECTIONS="$4"
     [ -z "$5" ] || export SIM_CTAS="$5"
     SIM_SEED=$seed SIM_GPUS=$count timeout "${SIM_LIMIT:-900}" "${programs[$suite]}" "${arguments[@]}" >"$log" 2>&1
   ) || status=$?

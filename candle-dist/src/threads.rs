@@ -30,10 +30,11 @@ const SPIN: (&str, &str) = ("CANDLE_BARRIER_POOL_SPIN_LIMIT", "1000");
 /// - NCCL connects ranks inside of the first call of each algorithm, which then waits for the other ranks, even if it was only started.
 ///   It can connect them when a communicator is made, in which all of them take part.
 pub(crate) const GPU: &[(&str, &str)] =
-    if cfg!(feature = "nccl") { &[(CONNECTIONS, "32"), ("NCCL_RUNTIME_CONNECT", "0")] } else { &[] };
+    if cfg!(feature = "nccl") { &[(CONNECTIONS, QUEUES), ("NCCL_RUNTIME_CONNECT", "0")] } else { &[] };
 
-/// How many queues CUDA has for the streams of a GPU.
+/// How many queues CUDA has for the streams of a GPU, and how many we ask for: the most that there are.
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+const QUEUES: &str = "32";
 
 /// The most compute threads of a rank. Pools reserve memory for each.
 const MOST: usize = 1 << 12;
@@ -138,6 +139,12 @@ unsafe fn set(per_rank: usize) {
     }
 }
 
+/// Returns whether GPUs have fewer queues for streams than we ask for.
+#[cfg(feature = "nccl")]
+pub(crate) fn has_few_queues() -> bool {
+    std::env::var(CONNECTIONS).map_or(true, |text| text.trim() != QUEUES)
+}
+
 /// Says on stderr, once, which variables of GPUs are not as they should be, and what follows.
 #[cfg(feature = "nccl")]
 pub(crate) fn note_gpu_variables() {
@@ -161,7 +168,7 @@ fn gpu_variables(lookup: impl Fn(&str) -> Option<String>) -> Option<String> {
         Some(text) => name != CONNECTIONS || text.trim().parse::<u32>().is_ok_and(|count| count >= 8),
     };
     let missing =
-        [(CONNECTIONS, "32"), ("NCCL_RUNTIME_CONNECT", "0")].into_iter().filter(|(name, _)| !is_fine(name));
+        [(CONNECTIONS, QUEUES), ("NCCL_RUNTIME_CONNECT", "0")].into_iter().filter(|(name, _)| !is_fine(name));
     let missing: Vec<String> = missing.map(|(name, value)| format!("{name}={value}")).collect();
     (!missing.is_empty()).then(|| missing.join(" and "))
 }

@@ -394,7 +394,8 @@ fn over_nccl(
     let most_on_one = devices.iter().map(|device| format!("{:?}", device.location())).counts();
     let most_on_one = most_on_one.into_values().max().unwrap_or(1);
     let ctas = CtaLimits::new(gpu.max_ctas, most_on_one)?;
-    let assemblies = (most_on_one > 1).then(Arc::<AssemblyTable>::default);
+    let is_shared = most_on_one > 1;
+    let assemblies = (is_shared || threads::has_few_queues()).then(|| AssemblyTable::new(is_shared));
     let (values, calls) = (Arc::new(ThreadValues::default()), Arc::new(CallTable::default()));
     let (posts, parked) = (Arc::new(ReceivePosts::default()), ParkedComms::new(devices.len()));
     let backend = |(rank, device)| {

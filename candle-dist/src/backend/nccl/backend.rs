@@ -7,7 +7,7 @@ use super::lane::{LaneSender, open_receiver};
 use super::launches::{CallLaunch, LaterLaunch};
 use super::limit::PriorWork;
 use super::marks;
-use super::rank::{NcclRank, RankTerms};
+use super::rank::{NcclRank, PendingCall, RankTerms};
 use super::transfer::{self, TensorTransfer, exchanges, issue, issue_in_place, issue_receive};
 use super::watch::{WorldGuard, WorldWatch};
 use crate::backend::cuda::driver;
@@ -145,7 +145,12 @@ impl NcclBackend {
         let waits = is_held_up || self.rank.assemblies.is_some() || comm.has_to_meet(exchanges(prepared));
         if call.form == Form::Started && waits {
             let prepared = prepared.clone();
-            let enqueue = move || issue(&comm, &after, &call, &prepared);
+            let pending = self.rank.assemblies.is_some().then(|| PendingCall::new(&self.rank));
+            let enqueue = move || {
+                let issued = issue(&comm, &after, &call, &prepared);
+                drop(pending);
+                issued
+            };
             let later = LaterLaunch::start(latest.take(), enqueue)?;
             *latest = Some(later.clone());
             return Ok(CallLaunch::Later(later));

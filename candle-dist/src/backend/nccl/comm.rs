@@ -1,5 +1,5 @@
 //! A nonblocking communicator, which is polled against a deadline and aborted on failure.
-use super::assemblies::{CallMember, CallPoint};
+use super::assemblies::{CallMember, CallTurn};
 use super::errors::explain;
 use super::handle::{CommTerms, Handle, abort, async_state, is_fine, name_of, unblocking};
 use super::limit::{Limit, PriorWork};
@@ -57,7 +57,7 @@ pub(super) struct CommState {
     latest: Mutex<&'static str>,
     /// The members with which this one has exchanged data directly: whether it has sent, and to or from whom.
     met: Mutex<FxHashSet<(bool, usize)>>,
-    /// This member among those that it meets for each call, where a GPU is shared.
+    /// This member among those that it meets for calls, where GPUs have few queues or ranks share one.
     member: Option<CallMember>,
 }
 
@@ -82,7 +82,7 @@ impl CommState {
         let (handle, issued, made) = (Mutex::new(handle), Mutex::default(), AtomicU64::new(0));
         let (rank, name, latest) = (rank.clone(), members.name, Mutex::new("init"));
         let (met, assemblies) = (Mutex::default(), rank.assemblies.as_ref().filter(|_| size > 1));
-        let member = assemblies.map(|assemblies| assemblies.member(name, size, me));
+        let member = assemblies.map(|assemblies| assemblies.member(name, members.ranks, me));
         let comm =
             Arc::new(Self { rank, name, size, limit, stream, handle, issued, made, latest, met, member });
         let mut handle = comm.handle.lock();
@@ -124,7 +124,7 @@ impl CommState {
         mut may_mark: impl FnMut() -> bool,
     ) -> Result<Arc<CudaEvent>> {
         self.rank.bind()?;
-        self.assemble(after, number)?;
+        let turn = self.member.as_ref().map(|member| self.assemble(member, after, number)).transpose()?;
         let _calls = self.rank.parked.calls();
         // Held until the end is marked, so that no other call enqueues in between.
         let mut handle = self.handle.lock();
@@ -134,7 +134,7 @@ impl CommState {
         };
         // Made before the calls, which must not run without it.
         let done = Arc::new(self.stream.context().new_event(None).map_err(driver)?);
-        let turn = self.rank.turn.lock();
+        let lock = self.rank.turn.lock();
         after.events.iter().try_for_each(|earlier| self.stream.wait(earlier)).map_err(driver)?;
         *self.latest.lock() = op;
         // SAFETY: groups belong to the calling thread, and this one ends three lines below.
@@ -143,10 +143,10 @@ impl CommState {
         // SAFETY: as above. A group that began must end, even if one of its calls was refused.
         let ended = unsafe { sys::ncclGroupEnd() };
         let code = if is_fine(code) { ended } else { code };
-        let settled = self.settle(&mut handle, op, code, number, Some(turn));
+        let settled = self.settle(&mut handle, op, code, number, Some(lock));
+        let here = turn.map(|turn| (turn.member, turn.call)); // its turn ends here
         let settled = settled.and_then(|()| {
-            let here = self.member.as_ref().map(|member| (member, member.come(CallPoint::Enqueued)));
-            let are_all = || here.is_none_or(|(member, call)| member.are_all_here(CallPoint::Enqueued, call));
+            let are_all = || here.is_none_or(|(member, call)| member.may_mark(call));
             self.wait_to_mark(&handle, op, number, &mut || may_mark() && are_all())
         });
         let marked = settled.and_then(|()| {
@@ -219,18 +219,15 @@ impl CommState {
         })
     }
 
-    /// Where a GPU is shared, waits on the host until what comes before a call has ended there, on all members.
-    fn assemble(&self, after: &PriorWork, number: u64) -> Result<()> {
-        let Some(member) = &self.member else { return Ok(()) };
-        let mut patience = PollPause::default();
-        for earlier in &after.events {
-            self.wait_until(number, || {
-                patience.pause();
-                earlier.try_is_complete().map_err(driver)
-            })?;
-        }
-        let call = member.come(CallPoint::Ready);
-        self.wait_until(number, || Ok(member.are_all_here(CallPoint::Ready, call)))
+    /// Comes to the call `number`, and waits on the host until it begins, if another rank may enqueue it in another order: as long as a call
+    /// or message of this rank is not enqueued. Other calls go ahead.
+    fn assemble<'a>(&self, member: &'a CallMember, after: &PriorWork, number: u64) -> Result<CallTurn<'a>> {
+        let events = after.events.clone();
+        // A GPU that reports an error will not finish its work.
+        let has_ended = move || events.iter().all(|event| !matches!(event.try_is_complete(), Ok(false)));
+        let turn = member.turn(member.come(member.shares_gpu() || self.rank.has_pending(), has_ended));
+        self.wait_until(number, || Ok(member.may_enqueue(turn.call)))?;
+        Ok(turn)
     }
 
     /// Waits on the host for something before the call `number` can go on. `is_there` waits for it a little.

@@ -8,7 +8,7 @@ use super::comm::{CommMembers, NcclComm};
 use super::handle::CommTerms;
 use super::lanes::{CourierMessage, LaneEnd};
 use super::limit::{LaneStatus, Limit, PriorWork};
-use super::rank::{NcclRank, UnsentMessage};
+use super::rank::{NcclRank, PendingCall};
 use super::transfer::{DoneEvent, issue_send};
 use crate::backend::cuda::driver;
 use crate::{Error, Result};
@@ -55,10 +55,12 @@ impl LaneSender {
         let (owner, rank, name) = (rank, rank.clone(), format!("nccl {} to {}", ends[0], ends[1]));
         let sending = LaneStatus::new(id, ends[1]);
         let (limit, shared) = (Limit::Send(sending.clone()), sending.clone());
+        let opening = PendingCall::new(owner);
         let courier = std::thread::Builder::new().name(name).spawn(move || {
             let members = CommMembers { name: id, ranks: &ends, me: 0 };
-            let delivered =
-                open(&rank, members, terms, limit).and_then(|comm| deliver(&rank, &comm, &incoming));
+            let opened = open(&rank, members, terms, limit);
+            drop(opening);
+            let delivered = opened.and_then(|comm| deliver(&rank, &comm, &incoming));
             // Also after this end was closed: the receiver may wait for the message.
             if let Err(error) = delivered
                 && !shared.dropped.load(Ordering::Relaxed)
@@ -82,7 +84,7 @@ impl LaneSender {
         // The sender waits for this event on a stream of its own, because this thread may go on with the tensor's stream.
         let ready = device.cuda_stream().record_event(None).map_err(driver)?;
         self.sent += 1;
-        if self.end.push(CourierMessage { tensor, ready, unsent: UnsentMessage::new(rank) }) {
+        if self.end.push(CourierMessage { tensor, ready, unsent: PendingCall::new(rank) }) {
             return Ok(());
         }
         rank.lanes.check()?;

@@ -1,6 +1,6 @@
 //! The lanes of a rank, of all its groups: the end of the rank closes them and waits for their messages.
 use super::limit::LaneStatus;
-use super::rank::UnsentMessage;
+use super::rank::PendingCall;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use cudarc::driver::CudaEvent;
@@ -16,7 +16,7 @@ pub(super) struct CourierMessage {
     /// Marks when the data is ready.
     pub(super) ready: CudaEvent,
     /// Until it is enqueued.
-    pub(super) unsent: UnsentMessage,
+    pub(super) unsent: PendingCall,
 }
 
 /// What closes a lane. Its rank keeps it until all messages are delivered or dropped.

@@ -9,7 +9,7 @@ use std::time::Instant;
 /// What a call comes after on the GPU.
 #[derive(Default)]
 pub(super) struct PriorWork {
-    pub(super) events: Vec<CudaEvent>,
+    pub(super) events: Arc<Vec<CudaEvent>>,
     /// The streams that also wait for a call that fails.
     pub(super) streams: Vec<Arc<CudaStream>>,
 }
@@ -18,11 +18,11 @@ impl PriorWork {
     /// Returns the present work of streams.
     pub(super) fn on(streams: &[Arc<CudaStream>]) -> Result<Self> {
         let events = streams.iter().map(|stream| stream.record_event(None)).collect::<Result<_, _>>();
-        Ok(Self { events: events.map_err(driver)?, streams: streams.to_vec() })
+        Ok(Self { events: Arc::new(events.map_err(driver)?), streams: streams.to_vec() })
     }
 
     pub(super) fn of(event: CudaEvent) -> Self {
-        Self { events: vec![event], streams: Vec::new() }
+        Self { events: Arc::new(vec![event]), streams: Vec::new() }
     }
 }
 

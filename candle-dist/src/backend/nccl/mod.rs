@@ -12,6 +12,7 @@
 //! | tags | each pair of ranks has a channel per tag, created on first use: use few tags |
 //! | the first call on a group | waits until all members have made theirs, also if it is started. Later ones that are started do not wait, and those of different groups may come in any order on each rank |
 //! | a send | never waits; a thread of the backend delivers it when its receive is enqueued, however late. A rank that ends waits for its messages until their receivers have returned or the timeout has passed |
+//! | threads, with `CUDA_DEVICE_MAX_CONNECTIONS` below 32 | a started call is enqueued by a thread of its own, when all members have started it and what comes before it has ended on their GPUs. Another call waits on the host for the other members as long as a started call or a message of its rank is not enqueued |
 //! | threads that share a GPU | wait on the host in each call until all members have come to it and until it is enqueued; a started call does so on a thread of its own |
 //! | ranks that make different calls | get an error: threads at once; processes within a second or before the rank ends, or at once if calls wait for it (`InitOptions::debug`) |
 //! | groups that are dropped | keep their memory, up to 8 for each rank, or until no call is under way |

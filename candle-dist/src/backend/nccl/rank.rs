@@ -27,7 +27,7 @@ pub(crate) struct RankTerms {
     /// How long an abort may take before the process ends.
     pub(crate) abort_timeout: Duration,
     pub(crate) parked: Arc<ParkedComms>,
-    /// Where ranks of this process share a GPU.
+    /// Where ranks of this process share a GPU, or GPUs have few queues.
     pub(crate) assemblies: Option<Arc<AssemblyTable>>,
 }
 
@@ -45,8 +45,8 @@ pub(super) struct NcclRank {
     pub(super) assemblies: Option<Arc<AssemblyTable>>,
     aborts: Arc<AbortSet>,
     abort_timeout: Duration,
-    /// How many messages wait for their receivers and are not enqueued.
-    unsent: AtomicUsize,
+    /// How many messages, and calls that wait for other members, are not enqueued.
+    pending: AtomicUsize,
     comms: Mutex<Vec<Weak<CommState>>>,
     /// How many groups of the same members this rank has created.
     groups: Mutex<HashMap<Vec<usize>, u64>>,
@@ -54,19 +54,19 @@ pub(super) struct NcclRank {
     pub(super) lanes: LaneSet,
 }
 
-/// A message that is not enqueued yet, until this is dropped.
-pub(super) struct UnsentMessage(Arc<NcclRank>);
+/// A message or a call that is not enqueued yet, until this is dropped.
+pub(super) struct PendingCall(Arc<NcclRank>);
 
-impl UnsentMessage {
+impl PendingCall {
     pub(super) fn new(rank: &Arc<NcclRank>) -> Self {
-        rank.unsent.fetch_add(1, Ordering::AcqRel);
+        rank.pending.fetch_add(1, Ordering::AcqRel);
         Self(rank.clone())
     }
 }
 
-impl Drop for UnsentMessage {
+impl Drop for PendingCall {
     fn drop(&mut self) {
-        self.0.unsent.fetch_sub(1, Ordering::AcqRel);
+        self.0.pending.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -106,7 +106,7 @@ impl NcclRank {
             assemblies,
             aborts: Arc::default(),
             abort_timeout,
-            unsent: AtomicUsize::new(0),
+            pending: AtomicUsize::new(0),
             comms: Mutex::default(),
             groups: Mutex::default(),
             lanes: LaneSet::default(),
@@ -213,13 +213,18 @@ impl NcclRank {
         self.watch.check()
     }
 
+    /// Returns whether a message or a call of this rank is not enqueued yet.
+    pub(super) fn has_pending(&self) -> bool {
+        self.pending.load(Ordering::Acquire) > 0
+    }
+
     /// Makes the stream of the program wait for the end of a call, for which other ranks are needed.
     ///
     /// A stream that waits may hold up others on the GPU, which has few queues for them: also a message that the
     /// other rank needs before it makes the call. So the host waits, as long as a message of this rank is not enqueued.
     pub(super) fn rejoin(&self, stream: &CudaStream, done: &CudaEvent) -> Result<()> {
         let mut patience = PollPause::default();
-        while self.unsent.load(Ordering::Acquire) > 0
+        while self.has_pending()
             && self.watch.failure().is_none()
             && matches!(done.try_is_complete(), Ok(false))
         {
@@ -232,7 +237,7 @@ impl NcclRank {
     /// the end of a call waits at the head of its queue on the GPU.
     pub(super) fn wait_for_members(&self, group: u64, round: u64) -> Result<()> {
         let (began, mut patience) = (Instant::now(), PollPause::default());
-        while self.unsent.load(Ordering::Acquire) > 0 && self.watch.is_open(group, round) {
+        while self.has_pending() && self.watch.is_open(group, round) {
             self.watch.check()?;
             if began.elapsed() >= self.watch.timeout() {
                 return Err(self.watch.time_out());

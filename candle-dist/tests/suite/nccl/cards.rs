@@ -2,7 +2,7 @@
 //! calls that wait for the device. The simulator does this for a process, so each program runs in a process of its own.
 use crate::nccl::computed;
 use crate::nccl::faults::is_simulated;
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use candle_dist::{Collective, Cut, ProcessGroup, RankContext, ReduceOp, Result, World};
 use std::process::Command;
 use std::time::Duration;
@@ -16,13 +16,14 @@ const HEADWAY: Duration = Duration::from_millis(300);
 
 /// A program: its name, the GPUs of its ranks, and what each rank does.
 type Program = (&'static str, &'static [usize], fn(&RankContext) -> Result<()>);
-const PROGRAMS: [Program; 7] = [
+const PROGRAMS: [Program; 8] = [
     ("ranks that share a GPU", &[0; 4], shared_gpu),
     ("calls on a shared GPU", &[0; 4], calls_on_a_shared_gpu),
     ("messages behind a call that waits", &[0, 1], messages_behind_a_call),
     ("a group that ends beside a call", &[0, 1], a_group_that_ends),
     ("first calls in any order", &[0, 1], first_calls),
     ("first exchanges in any order", &[0, 1], first_exchanges),
+    ("started calls of few queues", &[0, 1], started_calls),
     ("two calls of a world that fails", &[0, 1], two_calls_of_a_world_that_fails),
 ];
 
@@ -141,6 +142,48 @@ fn first_exchanges(ctx: &RankContext) -> Result<()> {
     in_any_order(ctx, [exchange, exchange])
 }
 
+/// Ranks enqueue calls of two groups and messages in unlike orders, as far as their programs allow it.
+fn started_calls(ctx: &RankContext) -> Result<()> {
+    let [a, b] = two_groups(ctx)?;
+    let x = computed(ctx.rank(), 6, ctx.device())?;
+    let is_first = ctx.rank() == 0;
+    let start = |group: &ProcessGroup| group.call(Collective::AllReduce(ReduceOp::Sum)).start(&x);
+    let check = |sum: Tensor| -> Result<()> {
+        assert_eq!(sum.to_vec1::<f32>()?, [5.0; 6]);
+        Ok(())
+    };
+    for _ in 0..3 {
+        let order = if is_first { [&a, &b] } else { [&b, &a] };
+        for pending in order.map(start) {
+            check(pending?.wait()?)?;
+        }
+        // Only one of them makes another call before it waits.
+        let pending = start(&b)?;
+        let sums = if is_first {
+            let sum = a.all_reduce(&x, ReduceOp::Sum)?;
+            [pending.wait()?, sum]
+        } else {
+            [pending.wait()?, a.all_reduce(&x, ReduceOp::Sum)?]
+        };
+        sums.into_iter().try_for_each(check)?;
+        // What one starts first depends on another call on the other.
+        let (sum, pending) = if is_first {
+            (a.all_reduce(&x, ReduceOp::Sum)?, start(&b)?)
+        } else {
+            let pending = start(&b)?;
+            (a.all_reduce(&x, ReduceOp::Sum)?, pending)
+        };
+        [sum, pending.wait()?].into_iter().try_for_each(check)?;
+        // A message beside a call that only one has started.
+        ctx.group().send(&x, 1 - ctx.rank())?;
+        let pending = is_first.then(|| start(&a));
+        let received = ctx.group().recv(6, DType::F32, 1 - ctx.rank())?;
+        check(pending.unwrap_or_else(|| start(&a))?.wait()?)?;
+        assert_eq!(received.to_vec1::<f32>()?, [2.0 + (1 - ctx.rank()) as f32; 6]);
+    }
+    Ok(())
+}
+
 /// Rank 0 has started calls on two groups when rank 1 fails. Both calls must be aborted, whichever comes first.
 fn two_calls_of_a_world_that_fails(ctx: &RankContext) -> Result<()> {
     let groups = two_groups(ctx)?;
@@ -201,6 +244,16 @@ fn ranks_that_share_a_gpu_do_not_hold_up_each_other() {
         for queues in ["1", "3"] {
             let variables = [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("SIM_QUEUES", queues)];
             assert_eq!(run("calls on a shared GPU", &variables), "fine", "{queues} queues");
+        }
+    }
+}
+
+#[test]
+fn started_calls_need_no_queues_of_their_own() {
+    if is_simulated() {
+        for queues in ["1", "2"] {
+            let variables = [("CUDA_DEVICE_MAX_CONNECTIONS", queues), ("SIM_QUEUES", queues)];
+            assert_eq!(run("started calls of few queues", &variables), "fine", "{queues} queues");
         }
     }
 }

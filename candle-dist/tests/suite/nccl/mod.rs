@@ -36,14 +36,14 @@ fn computed(rank: usize, len: usize, device: &Device) -> Result<Tensor> {
 /// work may wait for this rank, so all ranks make theirs before they go on.
 fn neighbor(ctx: &RankContext) -> Result<Device> {
     let device = Device::new_cuda_with_stream((ctx.rank() + 1) % ctx.world_size())?;
-    // The store does not use the GPU.
-    let (made, mut nth) = (format!("neighbors {}", ctx.rank()), 0);
-    ctx.store().add(&made, 1)?;
-    while nth < ctx.world_size() {
-        ctx.store().get(&format!("neighbors {nth}"))?;
-        nth += 1;
-    }
+    meet(ctx, "neighbors")?;
     Ok(device)
+}
+
+/// Waits until all ranks have come to the point `name` of the program. The store does not use the GPU.
+fn meet(ctx: &RankContext, name: &str) -> Result<()> {
+    ctx.store().add(&format!("{name} {}", ctx.rank()), 1)?;
+    (0..ctx.world_size()).try_for_each(|rank| ctx.store().get(&format!("{name} {rank}")).map(drop))
 }
 
 fn sum_of(n: usize) -> f32 {
@@ -180,11 +180,21 @@ fn a_result_may_be_copied_to_another_device_at_once() {
     for n in sizes(2) {
         on_ranks(n, "copies", move |ctx| {
             // Another `Device` of this GPU, and another GPU.
-            for other in [Device::new_cuda_with_stream(ctx.rank())?, neighbor(ctx)?] {
+            for (what, other) in
+                [("own", Device::new_cuda_with_stream(ctx.rank())?), ("next", neighbor(ctx)?)]
+            {
                 for len in [5, 70_000] {
                     let x = computed(ctx.rank(), len, ctx.device())?;
                     let sum = ctx.group().all_reduce(&x, ReduceOp::Sum)?;
+                    // With few queues, a copy on a GPU holds up what the rank of that GPU has not enqueued before, and a call of
+                    // that rank holds up the copy.
+                    if what == "next" {
+                        meet(ctx, &format!("calls of {len}"))?;
+                    }
                     assert_eq!(sum.to_device(&other)?.to_vec1::<f32>()?, vec![sum_of(n); len]);
+                    if what == "next" {
+                        meet(ctx, &format!("copies of {len}"))?;
+                    }
                 }
             }
             Ok::<_, candle_dist::Error>(())
