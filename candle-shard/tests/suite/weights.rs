@@ -337,6 +337,24 @@ fn files_that_are_not_what_they_should_be_are_refused_in_words() {
     assert!(Weights::open_files::<&str>(&[]).unwrap_err().to_string().contains("name at least one"));
 }
 
+/// As transformers reads such a folder, which has an index that an earlier save has left.
+#[test]
+fn a_single_file_counts_beside_an_index_of_others() {
+    let folder = Scratch::new("single");
+    let one = Tensor::ones(1, DType::F32, &Device::Cpu).unwrap();
+    save(&folder.path("model.safetensors"), &[("single", &one)]);
+    save(&folder.path("other.safetensors"), &[("other", &one)]);
+    let names = |map: &str| {
+        let index = folder.path("model.safetensors.index.json");
+        fs::write(index, format!("{{\"weight_map\": {{{map}}}}}")).unwrap();
+        Weights::open(folder.path("")).unwrap().names().join(" ")
+    };
+    let other = r#""other": "other.safetensors""#;
+    assert_eq!(names(other), "single");
+    assert_eq!(names(r#""other": "gone.safetensors""#), "single");
+    assert_eq!(names(&format!(r#"{other}, "single": "model.safetensors""#)), "other single");
+}
+
 #[test]
 fn tensors_that_are_not_what_is_wanted_are_refused_alike_on_all_ranks() {
     let folder = Scratch::new("wanted");
