@@ -278,12 +278,12 @@ impl Files {
     /// # Errors
     /// If a file cannot be read.
     pub(crate) fn traits(&self) -> Result<Vec<(String, String)>> {
-        let weights = [("the weights of the model".to_string(), Some(&self.weights))].into_iter();
+        let weights = [("the file of the model's weights".to_string(), Some(&self.weights))].into_iter();
         let adapters = self
             .adapters
             .iter()
             .map(|adapter| (format!("the adapter {:?}", adapter.name()), adapter.weights()));
-        let mut traits = vec![("the config of the model".to_string(), format!("{:?}", self.config))];
+        let mut traits = vec![("the config of the model".to_string(), format!("{:?} {:?}", self.config, self.ends))];
         for (name, weights) in weights.chain(adapters) {
             traits.push((name, format!("{:?}", weights.map(|weights| weights.fingerprint()).transpose()?)));
         }

@@ -49,7 +49,8 @@ impl MeshVarBuilder {
     /// Returns the parameters that were built.
     ///
     /// All ranks of the mesh call it. They compare the seed, the plan, the names, layouts and dtypes of the parameters, and
-    /// [what their files have](Weights::fingerprint): one
+    /// [what their files have](Weights::fingerprint), or the first
+    /// elements of the tensors that they were made of: one
     /// [check](candle_dist::ProcessGroup::compare) of 8 bytes per rank. If nobody calls it, patterns of the plan without a module are a
     /// warning when the builder is dropped. The stages of a pipeline are checked by its runtime.
     ///
@@ -61,7 +62,7 @@ impl MeshVarBuilder {
         let shared = &*self.shared;
         shared.completion.is_settled.store(true, Relaxed);
         let left = match &*shared.source {
-            ParameterSource::Moved(moved) => moved.finish(),
+            ParameterSource::Moved(moved, _) => moved.finish(),
             _ => Ok(()),
         };
         if self.mesh().size() > 1 {
@@ -139,12 +140,15 @@ impl MeshVarBuilder {
         };
         let source = match &*shared.source {
             ParameterSource::Fresh => "fresh parameters".into(),
-            ParameterSource::Loaded(_) => "parameters of a VarBuilder".into(),
+            ParameterSource::Loaded(..) => "parameters of a VarBuilder".into(),
             ParameterSource::Stored(weights) => of_files(weights),
-            ParameterSource::Moved(_) => "parameters of a model".into(),
+            ParameterSource::Moved(..) => "parameters of a model".into(),
         };
         let mut lines =
             vec![format!("seed {}", shared.seed), format!("dtype {}", shared.dtype.as_str()), source];
+        if let ParameterSource::Loaded(_, samples) | ParameterSource::Moved(_, samples) = &*shared.source {
+            lines.extend(samples.lines());
+        }
         let adapters = self.adapters.iter().flat_map(|set| set.adapters());
         lines.extend(adapters.filter_map(|adapter| {
             adapter
@@ -206,8 +210,8 @@ fn unlike(group: &ProcessGroup, texts: &[String]) -> Error {
     Error::Op {
         op: "finish",
         reason: format!(
-            "rank {} has {first}, and rank {} has {other}; give the builders of all ranks one seed, dtype and plan, and build the \
-             same layers under the same paths",
+            "rank {} has {first}, and rank {} has {other}; give the builders of all ranks one seed, dtype and plan and the same \
+             weights, and build the same layers under the same paths",
             ranks[0], ranks[at]
         ),
     }

@@ -13,7 +13,7 @@ fn colwise() -> Plan {
     Plan::new("tp").with("up", ColwiseParallel::default())
 }
 
-const UNLIKE: [Mistake; 7] = [
+const UNLIKE: [Mistake; 8] = [
     (
         "a seed of each rank",
         &["finish: rank 0 has seed 0, and rank 1 has seed 1", "one seed, dtype and plan"],
@@ -52,6 +52,12 @@ const UNLIKE: [Mistake; 7] = [
         Tensor::full(ctx.rank() as f32, (4, 3), &Cpu)?.save_safetensors("up.weight", &path)?;
         let (weights, mesh) = (Weights::open(&path)?, line(ctx, "tp")?);
         let vb = MeshVarBuilder::from_weights(weights, 0, &mesh, colwise(), DType::F32, &Cpu)?;
+        Linear::new(3, 4, false, &vb.pp("up"))?;
+        vb.finish().map(drop)
+    }),
+    ("tensors that each rank has drawn", &["rank 0 has the tensor \"up.weight\" whose values"], |ctx| {
+        let drawn = [("up.weight", Tensor::randn(0f32, 1., (4, 3), &Cpu)?)];
+        let vb = MeshVarBuilder::parallelize(drawn, 0, &line(ctx, "tp")?, colwise(), DType::F32, &Cpu)?;
         Linear::new(3, 4, false, &vb.pp("up"))?;
         vb.finish().map(drop)
     }),
