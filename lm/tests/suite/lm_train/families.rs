@@ -421,5 +421,8 @@ fn hosts_with_other_files_are_refused_on_all_ranks() {
             .err()
             .map_or_else(String::new, |error| error.to_string()))
     });
-    assert!(said.iter().all(|said| said.starts_with("the file of the model's weights is another")), "{said:?}");
+    assert!(
+        said.iter().all(|said| said.starts_with("the file of the model's weights is another")),
+        "{said:?}"
+    );
 }
