@@ -412,6 +412,8 @@ fn hosts_with_other_files_are_refused_on_all_ranks() {
     let mut bytes = fs::read(&weights).unwrap();
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     bytes[8 + header] ^= 1;
+    // The file that is open stays as it is.
+    fs::remove_file(&weights).unwrap();
     fs::write(&weights, bytes).unwrap();
     let other = Files::open(&place.path("model")).unwrap();
     let held = ModelOptions::of(DType::F32);
