@@ -296,7 +296,10 @@ impl Files {
     /// # Errors
     /// On every rank alike, with what differs and the first rank where it does.
     pub(crate) fn ensure_alike(&self, group: &ProcessGroup) -> Result<()> {
-        ensure_alike(group, &agreed(group, self.traits())?)
+        match group.size() {
+            1 => Ok(()),
+            _ => ensure_alike(group, &agreed(group, self.traits())?),
+        }
     }
 
     /// Whether it is a GGUF file.
