@@ -337,6 +337,21 @@ fn files_that_are_not_what_they_should_be_are_refused_in_words() {
     assert!(Weights::open_files::<&str>(&[]).unwrap_err().to_string().contains("name at least one"));
 }
 
+#[test]
+fn copies_of_a_model_have_one_fingerprint_however_they_are_cut_into_files() {
+    let folder = Scratch::new("fingerprint");
+    let tensor = |value: f32| Tensor::full(value, 3, &Device::Cpu).unwrap();
+    let (v, w, other) = (tensor(1.0), tensor(2.0), tensor(3.0));
+    let print = |files: &[&[(&str, &Tensor)]]| {
+        let paths: Vec<_> = (0..files.len()).map(|at| folder.path(format!("{at}.safetensors"))).collect();
+        paths.iter().zip(files).for_each(|(path, tensors)| save(path, tensors));
+        Weights::open_files(&paths).unwrap().fingerprint().unwrap()
+    };
+    let whole = print(&[&[("v", &v), ("w", &w)]]);
+    assert_eq!(print(&[&[("w", &w)], &[("v", &v)]]), whole);
+    assert_ne!(print(&[&[("v", &v), ("w", &other)]]), whole);
+}
+
 /// As transformers reads such a folder, which has an index that an earlier save has left.
 #[test]
 fn a_single_file_counts_beside_an_index_of_others() {

@@ -6,6 +6,7 @@ use crate::files::digests::{Digests, FileStamp};
 use crate::files::regular;
 use crate::{Error, Result};
 use candle_dist::bits::digest_bytes;
+use itertools::Itertools;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -90,9 +91,12 @@ impl WeightFile {
         if let Some(digests) = &self.digests {
             return Ok(vec![digests.header.to_le_bytes().to_vec()]);
         }
+        let starts: Vec<u64> = self.entries.values().map(|entry| entry.at).sorted_unstable().collect();
         let of_tensor = |(name, Entry { dtype, shape, at }): (&String, &Entry)| {
             let mut first = [0; SAMPLE];
-            let count = (self.data.end - at).min(SAMPLE as u64) as usize;
+            // What follows a small tensor is none of it.
+            let end = starts.get(starts.partition_point(|start| start <= at)).unwrap_or(&self.data.end);
+            let count = (end - at).min(SAMPLE as u64) as usize;
             self.fill(*at, &mut first[..count])?;
             Ok([format!("{name}\n{dtype}{shape:?}").as_bytes(), &first].concat())
         };

@@ -49,8 +49,7 @@ impl MeshVarBuilder {
     /// Returns the parameters that were built.
     ///
     /// All ranks of the mesh call it. They compare the seed, the plan, the names, layouts and dtypes of the parameters, and
-    /// [what their files have](Weights::fingerprint), or the first
-    /// elements of the tensors that they were made of: one
+    /// [what their files have](Weights::fingerprint) or the first elements of the tensors that they were made of: one
     /// [check](candle_dist::ProcessGroup::compare) of 8 bytes per rank. If nobody calls it, patterns of the plan without a module are a
     /// warning when the builder is dropped. The stages of a pipeline are checked by its runtime.
     ///
