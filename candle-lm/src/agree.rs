@@ -1,5 +1,6 @@
 //! Results that are those of all ranks.
 
+use anyhow::bail;
 use candle_dist::ProcessGroup;
 use candle_dist::init::host_name;
 
@@ -23,5 +24,19 @@ pub fn agreed<T>(group: &ProcessGroup, mine: anyhow::Result<T>) -> anyhow::Resul
     if parts.iter().all(|part| part.is_some_and(|(_, other)| other == error)) {
         return mine;
     }
-    anyhow::bail!("rank {rank} on {host}: {error}")
+    bail!("rank {rank} on {host}: {error}")
+}
+
+/// Refuses hosts that have other files under the same names. Each file comes with what tells it from others.
+///
+/// # Errors
+/// On every rank alike, with the file and the first rank that has another one.
+pub(crate) fn ensure_alike(group: &ProcessGroup, files: &[(String, String)]) -> anyhow::Result<()> {
+    for (file, own) in files {
+        if let Some(all) = group.compare(own)? {
+            let rank = all.iter().position(|other| *other != all[0]).unwrap_or(0);
+            bail!("{file} is another file for rank {rank} than for rank 0: give all hosts the same one");
+        }
+    }
+    Ok(())
 }

@@ -171,6 +171,7 @@ impl Engine {
         }
         let sizes = held.axes(ranks / stages)?;
         let layer: Vec<&str> = sizes.iter().map(|(axis, _)| *axis).collect();
+        files.ensure_alike(ctx.group())?;
         let began = Instant::now();
         let all = ctx.mesh(&[&[("dp", dp), ("pp", stages)], &sizes[..]].concat())?;
         let of_replica = [&["pp"], &layer[..]].concat();

@@ -9,6 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value as Stored;
 use candle_core::{DType, Device};
+use candle_dist::ProcessGroup;
 use candle_shard::kernels::QuantizedMatrix;
 use candle_shard::nn::Adapter;
 use candle_shard::{Weights, regular};
@@ -17,6 +18,7 @@ use tokenizers::Tokenizer;
 use wildmatch::WildMatch;
 
 use crate::adapter;
+use crate::agree::{agreed, ensure_alike};
 use crate::chat::{self, ChatTemplate};
 use crate::config::tensors::{CHOICE_BIAS, ROUTER};
 use crate::config::{Config, GenerationConfig, wrapper};
@@ -269,6 +271,35 @@ impl Files {
         );
         self.adapters.push(adapter);
         Ok(self)
+    }
+
+    /// What tells the model and its adapters from others with the same name, for [`ensure_alike`](crate::agree::ensure_alike).
+    ///
+    /// # Errors
+    /// If a file cannot be read.
+    pub(crate) fn traits(&self) -> Result<Vec<(String, String)>> {
+        let weights = [("the file of the model's weights".to_string(), Some(&self.weights))].into_iter();
+        let adapters = self
+            .adapters
+            .iter()
+            .map(|adapter| (format!("the adapter {:?}", adapter.name()), adapter.weights()));
+        let mut traits =
+            vec![("the config of the model".to_string(), format!("{:?} {:?}", self.config, self.ends))];
+        for (name, weights) in weights.chain(adapters) {
+            traits.push((name, format!("{:?}", weights.map(|weights| weights.fingerprint()).transpose()?)));
+        }
+        Ok(traits)
+    }
+
+    /// Refuses hosts that have another model or adapter under the same name. Every rank calls it.
+    ///
+    /// # Errors
+    /// On every rank alike, with what differs and the first rank where it does.
+    pub(crate) fn ensure_alike(&self, group: &ProcessGroup) -> Result<()> {
+        match group.size() {
+            1 => Ok(()),
+            _ => ensure_alike(group, &agreed(group, self.traits())?),
+        }
     }
 
     /// Whether it is a GGUF file.

@@ -121,6 +121,7 @@ impl LmOptions {
         let opened =
             Files::open_without(&path, &self.ignored).and_then(|files| Ok((files.tokenizer()?, files)));
         let (tokenizer, files) = agreed(mesh.group()?, opened)?;
+        files.ensure_alike(mesh.group()?)?;
         let (ep, Config { family, parts, .. }) = (size(EXPERT_AXIS), &files.config);
         if ep > 1 && parts.experts.is_none() {
             return Err(InputError(format!(

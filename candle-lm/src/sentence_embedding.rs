@@ -38,6 +38,11 @@ pub struct EncoderConfig {
     model_type: String,
     #[serde(default)]
     position_embedding_type: Option<String>,
+    #[serde(default)]
+    is_decoder: bool,
+    /// The longest text, where `sentence_bert_config.json` says it.
+    #[serde(skip)]
+    max_seq_length: Option<usize>,
 }
 
 /// The former name of [`EncoderConfig`].
@@ -56,7 +61,7 @@ impl EncoderConfig {
         let path = folder.join("config.json");
         let read =
             || -> Result<Self> { Ok(serde_json::from_str(&regular::read_text(&path, regular::CONFIG)?)?) };
-        let config = read().with_context(|| format!("{}", path.display()))?;
+        let mut config = read().with_context(|| format!("{}", path.display()))?;
         let Self { hidden_size, num_attention_heads: heads, .. } = config;
         ensure!(
             config.model_type == "bert",
@@ -77,9 +82,16 @@ impl EncoderConfig {
             heads > 0 && hidden_size.is_multiple_of(heads),
             "num_attention_heads {heads} does not divide hidden_size {hidden_size}"
         );
-        check_modules(folder)?;
-        check_pooling(folder)?;
+        ensure!(!config.is_decoder, "is_decoder is true, and only encoders are supported");
+        check_pooling(&folder.join(check_modules(folder)?))?;
+        config.max_seq_length = check_texts(folder)?;
         Ok(config)
+    }
+
+    /// The most tokens of a text.
+    pub fn longest(&self) -> usize {
+        self.max_seq_length
+            .map_or(self.max_position_embeddings, |most| most.min(self.max_position_embeddings))
     }
 
     fn heads(&self) -> Heads {
@@ -97,10 +109,11 @@ fn said_in<T: DeserializeOwned>(path: &Path) -> Result<Option<T>> {
     serde_json::from_str(&text).map(Some).with_context(|| format!("{}", path.display()))
 }
 
-/// Checks that nothing else comes behind the encoder than a pool and a division by the length, where the files say what does.
-fn check_modules(folder: &Path) -> Result<()> {
+/// Checks that nothing else comes behind the encoder than a pool and a division by the length, where the files say what does. Returns the
+/// folder of the pool.
+fn check_modules(folder: &Path) -> Result<String> {
     const KNOWN: [&str; 3] = ["Transformer", "Pooling", "Normalize"];
-    let path = folder.join("modules.json");
+    let (path, mut pool) = (folder.join("modules.json"), "1_Pooling".to_owned());
     for module in said_in::<Vec<Value>>(&path)?.into_iter().flatten() {
         let kind = module["type"].as_str().and_then(|kind| kind.rsplit('.').next());
         ensure!(
@@ -110,13 +123,34 @@ fn check_modules(folder: &Path) -> Result<()> {
             module["type"],
             KNOWN.join(", ")
         );
+        if kind == Some(KNOWN[1])
+            && let Some(path) = module["path"].as_str().filter(|path| !path.is_empty())
+        {
+            pool = path.to_owned();
+        }
     }
-    Ok(())
+    Ok(pool)
+}
+
+/// Checks that texts are encoded as they are, where the files say how they are. Returns the most tokens of one.
+fn check_texts(folder: &Path) -> Result<Option<usize>> {
+    let says = |file: &str, field: &str, is_plain: fn(&Value) -> bool| -> Result<Map<String, Value>> {
+        let path = folder.join(file);
+        let said: Map<String, Value> = said_in(&path)?.unwrap_or_default();
+        let value = said.get(field).unwrap_or(&Value::Null);
+        ensure!(is_plain(value), "{}: {field} is {value}, which is not supported", path.display());
+        Ok(said)
+    };
+    says("config_sentence_transformers.json", "default_prompt_name", Value::is_null)?;
+    let is_false = |value: &Value| !value.as_bool().unwrap_or_default();
+    let said = says("sentence_bert_config.json", "do_lower_case", is_false)?;
+    let most = said.get("max_seq_length").and_then(Value::as_u64);
+    Ok(most.map(usize::try_from).transpose()?)
 }
 
 /// Checks that embeddings are means of the last hidden states, where the files say what they are.
 fn check_pooling(folder: &Path) -> Result<()> {
-    let path = folder.join("1_Pooling").join("config.json");
+    let path = folder.join("config.json");
     let said: Map<String, Value> = said_in(&path)?.unwrap_or_default();
     let is_other = |(name, value): &(&String, &Value)| match name.as_str() {
         "pooling_mode" => *value != "mean",
@@ -209,7 +243,7 @@ impl Encoder {
             norm: LayerNorm::new(hidden, eps, &tables.pp("LayerNorm"))?,
             layers: (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?,
             mesh: vb.mesh().clone(),
-            longest: config.max_position_embeddings,
+            longest: config.longest(),
         })
     }
 

@@ -1,7 +1,8 @@
 //! What the command line refuses before a model is opened.
 
+use std::ffi::OsStr;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use candle_shard::regular;
@@ -168,27 +169,33 @@ impl Args {
         ranks.agree(if ranks.is_first() { check() } else { Ok(()) })
     }
 
-    /// Refuses outputs to input files, and two outputs to one file.
+    /// Refuses outputs to input files or to files of a model, and two outputs to one file.
     fn check_files(&self) -> Checked {
-        let TrainArgs { train, data, valid, log, .. } = &self.training;
-        let (text, prompts) = (&self.score.text, &self.batches.prompts);
+        let TrainArgs { train, data, valid, log, resume, .. } = &self.training;
         let inputs = [
             ("--train", train),
             ("--valid", valid),
-            ("--text", text),
-            ("--prompts", prompts),
+            ("--text", &self.score.text),
+            ("--prompts", &self.batches.prompts),
             ("--dataset-path", &self.load.dataset_path),
+            ("--tools", &self.talk.tools),
+            ("--api-key-file", &self.serve.api_key_file),
             ("--model", &self.model),
+            ("--resume", resume),
+            ("--out", &self.export.out),
         ];
         let given = inputs.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?)));
-        let inputs: Vec<(&str, &Path)> = given.chain(data.iter().map(|path| ("--data", &**path))).collect();
+        let adapters = self.adapters.adapter.iter().map(|adapter| ("--adapter", adapter.path()));
+        let data = data.iter().map(|path| ("--data", &**path));
+        let inputs: Vec<(&str, &Path)> = given.chain(adapters).chain(data).collect();
         let json = self.json.as_deref().map(|path| ("--json", path));
         for (flag, written, json) in [("--json", &self.json, None), ("--log", log, json)] {
             for (other, path) in inputs.iter().copied().chain(json) {
                 let Some(written) = written else { continue };
+                let is = if is_model_file(written, path) { "is a file of" } else { "is also" };
                 require!(
-                    !is_one_file(written, path),
-                    "{flag} {} is also {other}, which would be lost: give another file.",
+                    is == "is also" && !is_one_file(written, path),
+                    "{flag} {} {is} {other}, which would be lost: give another file.",
                     written.display()
                 );
             }
@@ -197,8 +204,22 @@ impl Args {
     }
 }
 
+/// Returns a path without links, as far as there is something.
+fn found(path: &Path) -> PathBuf {
+    fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
+}
+
 /// Returns whether two paths lead to one file.
 fn is_one_file(a: &Path, b: &Path) -> bool {
-    let found = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     found(a) == found(b)
+}
+
+/// Returns whether a path leads to a file of the model, the adapter or the checkpoint in a folder. A report that an earlier run has left
+/// there is none.
+fn is_model_file(path: &Path, folder: &Path) -> bool {
+    let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+    let is_report = name.ends_with(".json")
+        && !["config.json", "index.json", "tokens_map.json"].iter().any(|end| name.ends_with(end))
+        && !["tokenizer", "training", "checkpoint"].iter().any(|begin| name.starts_with(begin));
+    path.is_file() && folder.is_dir() && found(path).starts_with(found(folder)) && !is_report
 }

@@ -76,11 +76,8 @@ pub fn serve_encoder(
             return follow(ctx, &encoder, report);
         }
         let queue = queue.context(NO_QUEUE)?;
-        let status = ServeStatus {
-            room: Some(config.max_position_embeddings),
-            slots: options.slots,
-            ..ServeStatus::default()
-        };
+        let status =
+            ServeStatus { room: Some(config.longest()), slots: options.slots, ..ServeStatus::default() };
         queue.open(status, config.vocab_size);
         lead(ctx, &encoder, options, queue, report)
     })

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_dist::{
@@ -29,7 +29,7 @@ use super::metrics::UpdateNorm;
 use super::preference;
 use super::valid;
 use crate::adapter::AdapterConfig;
-use crate::agree::agreed;
+use crate::agree::{self, agreed};
 use crate::dtype::DTypeName;
 use crate::model::Decoder;
 use crate::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
@@ -492,26 +492,18 @@ pub(super) fn any<const N: usize>(world: &ProcessGroup, mine: [bool; N]) -> Resu
 /// # Errors
 /// On every rank alike, with the file and the first rank that has another one.
 fn ensure_alike(world: &ProcessGroup, job: &Job) -> Result<()> {
-    let mut files = vec![
-        (job.text.flag(), serde_json::to_string(&job.text.stamp())?),
-        ("the config of --model", format!("{:?}", job.files.config)),
-        ("the adapter", format!("{:?}", job.lora.clone().map(|lora| AdapterConfig { base: None, ..lora }))),
-        ("the model that the adapter changes", serde_json::to_string(&job.base)?),
-        ("--adapter", serde_json::to_string(&job.begins_with)?),
-    ];
-    files.extend(
-        job.valid
-            .as_ref()
-            .map(|(text, _)| Ok::<_, anyhow::Error>(("--valid", serde_json::to_string(&text.stamp())?)))
-            .transpose()?,
-    );
-    for (file, own) in files {
-        if let Some(all) = world.compare(&own)? {
-            let rank = all.iter().position(|other| *other != all[0]).unwrap_or(0);
-            bail!("{file} is another file for rank {rank} than for rank 0: give all hosts the same one");
-        }
+    let mut files = agreed(world, job.files.traits())?;
+    let of_adapter = job.lora.clone().map(|lora| AdapterConfig { base: None, ..lora });
+    files.extend([
+        (job.text.flag().into(), serde_json::to_string(&job.text.stamp())?),
+        ("the adapter".into(), format!("{of_adapter:?}")),
+        ("the model that the adapter changes".into(), serde_json::to_string(&job.base)?),
+        ("--adapter".into(), serde_json::to_string(&job.begins_with)?),
+    ]);
+    if let Some((text, _)) = &job.valid {
+        files.push(("--valid".into(), serde_json::to_string(&text.stamp())?));
     }
-    Ok(())
+    agree::ensure_alike(world, &files)
 }
 
 /// Which part of a batch this rank of the mesh has.

@@ -150,7 +150,7 @@ impl Adapter {
     }
 
     /// Returns the files of its parameters, if it does not begin with fresh ones.
-    pub(crate) fn weights(&self) -> Option<&Arc<Weights>> {
+    pub fn weights(&self) -> Option<&Arc<Weights>> {
         self.weights.as_ref()
     }
 }

@@ -7,9 +7,11 @@ use crate::random::{Distribution, Stream, sample};
 use crate::tensor::block_of;
 use crate::{Error, Result, Weights};
 use candle_core::{DType, Device, Tensor};
+use candle_dist::bits::digest;
 use candle_dist::empty;
+use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// How a fresh parameter is initialized.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -23,9 +25,38 @@ pub enum Init {
 /// The source of a builder's parameters.
 pub(super) enum ParameterSource {
     Fresh,
-    Loaded(candle_nn::VarBuilder<'static>),
+    Loaded(candle_nn::VarBuilder<'static>, ValueSamples),
     Stored(Arc<Weights>),
-    Moved(StateDict),
+    Moved(StateDict, ValueSamples),
+}
+
+/// Digests of the first elements of tensors that all ranks have whole, by name: what tells those of one rank from another's.
+#[derive(Default)]
+pub(super) struct ValueSamples(Mutex<BTreeMap<String, u64>>);
+
+impl ValueSamples {
+    /// The elements that are looked at: enough to tell random tensors apart.
+    const COUNT: usize = 32;
+
+    fn add(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        let mut first = tensor.clone();
+        while first.rank() > 1 && first.elem_count() > 0 {
+            first = first.get(0)?;
+        }
+        if first.rank() == 1 {
+            first = first.narrow(0, 0, first.elem_count().min(Self::COUNT))?;
+        }
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.insert(name.into(), digest(&first)?);
+        Ok(())
+    }
+
+    /// Describes them, a line for each.
+    pub(super) fn lines(&self) -> Vec<String> {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let line = |(name, digest)| format!("the tensor {name:?} whose values have the hash {digest:016x}");
+        all.iter().map(line).collect()
+    }
 }
 
 /// The tensor of a source with the elements of a parameter.
@@ -53,13 +84,16 @@ impl ParameterSource {
         };
         let dtype = spec.dtype();
         Ok(match (self, init) {
-            (Self::Loaded(vb), _) => {
-                convert(&block_of(&vb.get(whole.as_slice(), of)?, &block)?, dtype)?.force_contiguous()?
+            (Self::Loaded(vb, samples), _) => {
+                let loaded = vb.get(whole.as_slice(), of)?;
+                samples.add(of, &loaded)?;
+                convert(&block_of(&loaded, &block)?, dtype)?.force_contiguous()?
             }
             (Self::Stored(weights), _) => weights.read_part(name, *within, spec, device)?.to_local().clone(),
-            (Self::Moved(moved), _) => {
+            (Self::Moved(moved, samples), _) => {
                 let is_part = within.is_some_and(|within| within.of == of);
                 let taken = moved.take(of, &whole, is_part)?;
+                samples.add(of, &taken)?;
                 alike("parallelize", of, Frequency::OnDemand, &taken, spec.mesh())?;
                 convert(&block_of(&taken, &block)?.to_device(device)?, dtype)?.force_contiguous()?
             }
@@ -87,9 +121,9 @@ impl ParameterSource {
         let others = whole[1..].iter().map(|&size| 0..size);
         let block: Vec<Range<usize>> = std::iter::once(rows).chain(others).collect();
         Ok(match (self, init) {
-            (Self::Loaded(vb), _) => convert(&block_of(&vb.get(whole, name)?, &block)?, dtype)?,
+            (Self::Loaded(vb, _), _) => convert(&block_of(&vb.get(whole, name)?, &block)?, dtype)?,
             (Self::Stored(weights), _) => convert(&weights.read_block(name, &block, device)?, dtype)?,
-            (Self::Moved(_), _) => {
+            (Self::Moved(..), _) => {
                 return Err(Error::Plan(format!(
                     "an adapter needs norms of {name}, which is given once; build from weights"
                 )));
@@ -113,9 +147,9 @@ impl ParameterSource {
     pub(super) fn has(&self, name: &str) -> bool {
         match self {
             Self::Fresh => false,
-            Self::Loaded(vb) => vb.contains_tensor(name),
+            Self::Loaded(vb, _) => vb.contains_tensor(name),
             Self::Stored(weights) => weights.shape(name).is_ok(),
-            Self::Moved(moved) => moved.has(name),
+            Self::Moved(moved, _) => moved.has(name),
         }
     }
 }

@@ -127,7 +127,7 @@ impl MeshVarBuilder {
         plan: Plan,
     ) -> Result<Self> {
         let (dtype, device) = (vb.dtype(), vb.device().clone());
-        Self::new(ParameterSource::Loaded(vb), seed, mesh, plan, dtype, &device)
+        Self::new(ParameterSource::Loaded(vb, Default::default()), seed, mesh, plan, dtype, &device)
     }
 
     /// Creates a builder of parameters from files. Each rank reads only its shard, cast to `dtype`. `seed` is for
@@ -172,9 +172,9 @@ impl MeshVarBuilder {
     /// dropout.
     ///
     /// A rank keeps a copy of its shard, cast to `dtype` on `device`, and drops the tensor as soon as its parameter is
-    /// built. So at most one tensor is in memory twice, if nothing else holds them. Nothing is communicated, except
-    /// that [`compare_operands`](crate::compare_operands) compares the ranks' tensors. See
-    /// [`parallel`](crate::parallel).
+    /// built. So at most one tensor is in memory twice, if nothing else holds them. Nothing is communicated:
+    /// [`finish`](Self::finish) compares the first elements of each tensor, and [`compare_operands`](crate::compare_operands) all of
+    /// them. See [`parallel`](crate::parallel).
     ///
     /// # Errors
     /// If the mesh has no axis of the plan's name. [`get`](Self::get) refuses a parameter that the model lacks, or has
@@ -187,7 +187,8 @@ impl MeshVarBuilder {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        Self::new(ParameterSource::Moved(StateDict::new(tensors)), seed, mesh, plan, dtype, device)
+        let source = ParameterSource::Moved(StateDict::new(tensors), Default::default());
+        Self::new(source, seed, mesh, plan, dtype, device)
     }
 
     fn new(

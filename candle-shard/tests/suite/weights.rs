@@ -338,6 +338,39 @@ fn files_that_are_not_what_they_should_be_are_refused_in_words() {
 }
 
 #[test]
+fn copies_of_a_model_have_one_fingerprint_however_they_are_cut_into_files() {
+    let folder = Scratch::new("fingerprint");
+    let tensor = |value: f32| Tensor::full(value, 3, &Device::Cpu).unwrap();
+    let (v, w, other) = (tensor(1.0), tensor(2.0), tensor(3.0));
+    let print = |files: &[&[(&str, &Tensor)]]| {
+        let paths: Vec<_> = (0..files.len()).map(|at| folder.path(format!("{at}.safetensors"))).collect();
+        paths.iter().zip(files).for_each(|(path, tensors)| save(path, tensors));
+        Weights::open_files(&paths).unwrap().fingerprint().unwrap()
+    };
+    let whole = print(&[&[("v", &v), ("w", &w)]]);
+    assert_eq!(print(&[&[("w", &w)], &[("v", &v)]]), whole);
+    assert_ne!(print(&[&[("v", &v), ("w", &other)]]), whole);
+}
+
+/// As transformers reads such a folder, which has an index that an earlier save has left.
+#[test]
+fn a_single_file_counts_beside_an_index_of_others() {
+    let folder = Scratch::new("single");
+    let one = Tensor::ones(1, DType::F32, &Device::Cpu).unwrap();
+    save(&folder.path("model.safetensors"), &[("single", &one)]);
+    save(&folder.path("other.safetensors"), &[("other", &one)]);
+    let names = |map: &str| {
+        let index = folder.path("model.safetensors.index.json");
+        fs::write(index, format!("{{\"weight_map\": {{{map}}}}}")).unwrap();
+        Weights::open(folder.path("")).unwrap().names().join(" ")
+    };
+    let other = r#""other": "other.safetensors""#;
+    assert_eq!(names(other), "single");
+    assert_eq!(names(r#""other": "gone.safetensors""#), "single");
+    assert_eq!(names(&format!(r#"{other}, "single": "model.safetensors""#)), "other single");
+}
+
+#[test]
 fn tensors_that_are_not_what_is_wanted_are_refused_alike_on_all_ranks() {
     let folder = Scratch::new("wanted");
     let path = folder.path("w.safetensors");

@@ -140,13 +140,36 @@ fn what_the_encoder_does_not_compute_is_refused_by_name() {
         let read = EncoderConfig::read(folder.path()).map_err(|error| format!("{error:#}"));
         assert!(read.as_ref().map_or_else(|said| said.contains("Dense"), |_| is_read), "{read:?}");
     }
-    fs::remove_file(folder.path().join("modules.json")).unwrap();
+    let pool = json!({"path": "2_Pooling", "type": "sentence_transformers.models.Pooling"});
+    fs::write(folder.path().join("modules.json"), json!([pool]).to_string()).unwrap();
+    fs::create_dir(folder.path().join("2_Pooling")).unwrap();
+    for (file, field, other, value) in [
+        ("2_Pooling/config.json", "pooling_mode", json!("cls"), json!("mean")),
+        ("sentence_bert_config.json", "do_lower_case", json!(true), json!(false)),
+        ("config_sentence_transformers.json", "default_prompt_name", json!("query"), json!(null)),
+    ] {
+        let read = |value: &Value| {
+            fs::write(folder.path().join(file), json!({field: value, "max_seq_length": 5}).to_string())
+                .unwrap();
+            EncoderConfig::read(folder.path()).map_err(|error| format!("{error:#}"))
+        };
+        let said = read(&other).unwrap_err();
+        assert!(said.contains(field), "{said}");
+        read(&value).unwrap();
+    }
+    // As sentence-transformers has it, which cuts longer texts.
+    let config = EncoderConfig::read(folder.path()).unwrap();
+    assert!(config.longest() == 5 && config.max_position_embeddings > 5);
+    for file in ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"] {
+        fs::remove_file(folder.path().join(file)).unwrap();
+    }
     let plain = small.config.clone();
     for (field, value) in [
         ("hidden_act", json!("gelu_new")),
         ("model_type", json!("roberta")),
         ("position_embedding_type", json!("relative_key")),
         ("num_attention_heads", json!(7)),
+        ("is_decoder", json!(true)),
     ] {
         small.config = plain.clone();
         small.config[field] = value;

@@ -51,7 +51,7 @@ pub(super) static FAMILIES: [Family; 3] = [
             let parts = gemma(fields, layers, fields.pattern(layers)?.unwrap_or(6), [None; 2])?;
             let theta = fields.optional_positive("rope_local_base_freq")?.unwrap_or(10_000.0);
             let local = rope::read_local(fields, theta)?.unwrap_or((theta, None));
-            Ok(Parts { qk_norm: QkNorm::Head, local_rope: Some(local), ..parts })
+            Ok(Parts { qk_norm: QkNorm::Head, local_rope: Some(local), scores_cap: None, ..parts })
         },
     },
 ];
@@ -73,7 +73,8 @@ const GEMMA2: [(&str, FieldRule); 10] = [
 const GEMMA3: [(&str, FieldRule); 12] = [
     ("_sliding_window_pattern", Used),
     ("attention_bias", Only(False)),
-    ("attn_logit_softcapping", Used),
+    // Neither transformers nor llama.cpp caps scores of this family.
+    ("attn_logit_softcapping", FieldRule::Harmless),
     ("cache_implementation", FieldRule::Harmless),
     ("final_logit_softcapping", Used),
     ("hidden_act", FieldRule::Harmless),

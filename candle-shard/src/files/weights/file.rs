@@ -6,6 +6,7 @@ use crate::files::digests::{Digests, FileStamp};
 use crate::files::regular;
 use crate::{Error, Result};
 use candle_dist::bits::digest_bytes;
+use itertools::Itertools;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -15,6 +16,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// The longest header that is accepted, as in other readers of the format.
 const LONGEST_HEADER: u64 = 100_000_000;
+
+/// The bytes of a tensor that tell it from others: enough for those of trained models, and little to read.
+const SAMPLE: usize = 128;
 
 /// An open file and the contents of its header.
 pub(crate) struct WeightFile {
@@ -79,6 +83,24 @@ impl WeightFile {
     /// Returns the length of the file and the digest of its header, if it has digests.
     pub(crate) fn stamp(&self) -> Option<FileStamp> {
         self.digests.as_ref().map(|digests| FileStamp { length: self.data.end, digest: digests.header })
+    }
+
+    /// Returns what tells the tensors from others of the same names: the digest of all, if the file has digests, and otherwise each
+    /// one's name, shape, dtype and first bytes.
+    pub(super) fn traits(&self) -> Result<Vec<Vec<u8>>> {
+        if let Some(digests) = &self.digests {
+            return Ok(vec![digests.header.to_le_bytes().to_vec()]);
+        }
+        let starts: Vec<u64> = self.entries.values().map(|entry| entry.at).sorted_unstable().collect();
+        let of_tensor = |(name, Entry { dtype, shape, at }): (&String, &Entry)| {
+            let mut first = [0; SAMPLE];
+            // What follows a small tensor is none of it.
+            let end = starts.get(starts.partition_point(|start| start <= at)).unwrap_or(&self.data.end);
+            let count = (end - at).min(SAMPLE as u64) as usize;
+            self.fill(*at, &mut first[..count])?;
+            Ok([format!("{name}\n{dtype}{shape:?}").as_bytes(), &first].concat())
+        };
+        self.entries.iter().map(of_tensor).collect()
     }
 
     /// Fills `bytes` with the bytes at offset `at`; returns how many bytes were read for that.

@@ -9,8 +9,10 @@ use candle_dist::bits::digest_bytes;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// The file names that a folder of weights may contain, in the order of the search.
-const KNOWN: [&str; 3] = [INDEX, "model.safetensors.index.json", "model.safetensors"];
+/// The file names that a folder of weights may contain.
+const KNOWN: [&str; 3] = [INDEX, SEVERAL, SINGLE];
+const SEVERAL: &str = "model.safetensors.index.json";
+const SINGLE: &str = "model.safetensors";
 
 impl Weights {
     /// Opens a safetensors or GGUF file, an index of several files (`model.safetensors.index.json`), or a folder with
@@ -46,12 +48,22 @@ impl Weights {
 }
 
 fn open_folder(folder: &Path) -> Result<Weights> {
-    match KNOWN.iter().map(|name| folder.join(name)).find(|path| path.exists()) {
+    let at = |name: &str| Some(folder.join(name)).filter(|path| path.exists());
+    let single = at(SINGLE);
+    // An index of other files beside a single one is what an earlier save has left. transformers reads the single one, too.
+    let several = at(SEVERAL).filter(|path| single.is_none() || names_single(path).unwrap_or_default());
+    match at(INDEX).or(several).or(single) {
         Some(path) => Weights::open(path),
         None => {
             Err(Error::file(folder, format!("holds none of {}; name the files themselves", KNOWN.join(", "))))
         }
     }
+}
+
+/// Returns whether an index has [`SINGLE`] among its files.
+fn names_single(path: &Path) -> Result<bool> {
+    let index = IndexFile::parse(path, &index::read(path)?)?;
+    Ok(matches!(index, IndexFile::Whole(files) if files.values().any(|file| file == SINGLE)))
 }
 
 /// How often an index is read again that another job replaces at this moment.

@@ -22,6 +22,7 @@ use crate::layout::{RowsOf, Spec};
 use crate::{DTensor, Error, Result};
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{DType, Device, Tensor};
+use candle_dist::bits::digest_bytes;
 use entry::{Entry, elements};
 use gguf::types::Storage;
 use schemes::SchemePiece;
@@ -131,6 +132,25 @@ impl Weights {
     /// Returns a number that tells a checkpoint from others at the same place; `None` if it is none.
     pub(crate) fn identity(&self) -> Option<u64> {
         self.identity
+    }
+
+    /// Returns a number that tells the tensors of the files from others with the same names, by all bytes of what
+    /// [`checkpoint`](crate::checkpoint) has written, and by the first ones of other tensors.
+    ///
+    /// Hosts with copies of one model have the same number, also if the copies cut it into files in other ways.
+    ///
+    /// # Errors
+    /// If a file cannot be read.
+    pub fn fingerprint(&self) -> Result<u64> {
+        if let Some(identity) = self.identity {
+            return Ok(identity);
+        }
+        let mut all = Vec::new();
+        for file in &self.files {
+            all.extend(file.traits()?);
+        }
+        all.sort_unstable();
+        Ok(digest_bytes(&all.concat()))
     }
 
     /// Returns the names of the tensors, sorted.

@@ -3,7 +3,7 @@ use super::{BuilderState, MeshVarBuilder};
 use crate::nn::Parameters;
 use crate::nn::adapter::check_patterns;
 use crate::nn::source::ParameterSource;
-use crate::{Error, Result};
+use crate::{Error, Result, Weights};
 use candle_dist::ProcessGroup;
 use itertools::Itertools;
 use serde::{Deserialize, Serialize};
@@ -48,7 +48,8 @@ struct StageOfModel {
 impl MeshVarBuilder {
     /// Returns the parameters that were built.
     ///
-    /// All ranks of the mesh call it. They compare the seed, the plan, and the names, layouts and dtypes of the parameters: one
+    /// All ranks of the mesh call it. They compare the seed, the plan, the names, layouts and dtypes of the parameters, and
+    /// [what their files have](Weights::fingerprint) or the first elements of the tensors that they were made of: one
     /// [check](candle_dist::ProcessGroup::compare) of 8 bytes per rank. If nobody calls it, patterns of the plan without a module are a
     /// warning when the builder is dropped. The stages of a pipeline are checked by its runtime.
     ///
@@ -60,7 +61,7 @@ impl MeshVarBuilder {
         let shared = &*self.shared;
         shared.completion.is_settled.store(true, Relaxed);
         let left = match &*shared.source {
-            ParameterSource::Moved(moved) => moved.finish(),
+            ParameterSource::Moved(moved, _) => moved.finish(),
             _ => Ok(()),
         };
         if self.mesh().size() > 1 {
@@ -132,17 +133,27 @@ impl MeshVarBuilder {
     /// Describes all that must be equal on the ranks of the mesh, a line for each property.
     fn description(&self, left: &Result<()>) -> String {
         let shared = &*self.shared;
-        let source = match &*shared.source {
-            ParameterSource::Fresh => "fresh parameters",
-            ParameterSource::Loaded(_) => "parameters of a VarBuilder",
-            ParameterSource::Stored(_) => "parameters of files",
-            ParameterSource::Moved(_) => "parameters of a model",
+        let of_files = |weights: &Weights| match weights.fingerprint() {
+            Ok(number) => format!("parameters of files with the fingerprint {number:016x}"),
+            Err(error) => error.to_string(),
         };
-        let mut lines = vec![
-            format!("seed {}", shared.seed),
-            format!("dtype {}", shared.dtype.as_str()),
-            source.to_string(),
-        ];
+        let source = match &*shared.source {
+            ParameterSource::Fresh => "fresh parameters".into(),
+            ParameterSource::Loaded(..) => "parameters of a VarBuilder".into(),
+            ParameterSource::Stored(weights) => of_files(weights),
+            ParameterSource::Moved(..) => "parameters of a model".into(),
+        };
+        let mut lines =
+            vec![format!("seed {}", shared.seed), format!("dtype {}", shared.dtype.as_str()), source];
+        if let ParameterSource::Loaded(_, samples) | ParameterSource::Moved(_, samples) = &*shared.source {
+            lines.extend(samples.lines());
+        }
+        let adapters = self.adapters.iter().flat_map(|set| set.adapters());
+        lines.extend(adapters.filter_map(|adapter| {
+            adapter
+                .weights()
+                .map(|weights| format!("the adapter {:?}: {}", adapter.name(), of_files(weights)))
+        }));
         lines.extend(
             shared.plan.to_string().lines().map(|line| format!("the line {:?} in its plan", line.trim())),
         );
@@ -198,8 +209,8 @@ fn unlike(group: &ProcessGroup, texts: &[String]) -> Error {
     Error::Op {
         op: "finish",
         reason: format!(
-            "rank {} has {first}, and rank {} has {other}; give the builders of all ranks one seed, dtype and plan, and build the \
-             same layers under the same paths",
+            "rank {} has {first}, and rank {} has {other}; give the builders of all ranks one seed, dtype and plan and the same \
+             weights, and build the same layers under the same paths",
             ranks[0], ranks[at]
         ),
     }

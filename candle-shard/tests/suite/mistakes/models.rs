@@ -1,18 +1,19 @@
 //! Mistakes in models and their trainings: plans, seeds, names, layers and optimizers.
 use super::{Mistake, builder, everywhere, line, of_the_world, on_all_ranks, same};
-use candle_core::{DType, Device::Cpu};
+use candle_core::{DType, Device::Cpu, Tensor};
 use candle_nn::ParamsAdamW;
-use candle_shard::Shard;
 use candle_shard::nn::{
     self, AdamW, FusedQkv, Heads, LayerNorm, Linear, MeshVarBuilder, MoE, MoEConfig, Mode, Module, RNN,
 };
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+use candle_shard::{Shard, Weights};
+use test_utils::Scratch;
 
 fn colwise() -> Plan {
     Plan::new("tp").with("up", ColwiseParallel::default())
 }
 
-const UNLIKE: [Mistake; 6] = [
+const UNLIKE: [Mistake; 8] = [
     (
         "a seed of each rank",
         &["finish: rank 0 has seed 0, and rank 1 has seed 1", "one seed, dtype and plan"],
@@ -45,6 +46,21 @@ const UNLIKE: [Mistake; 6] = [
             vb.finish().map(drop)
         },
     ),
+    ("files of each rank", &["rank 0 has parameters of files with the fingerprint"], |ctx| {
+        let folder = Scratch::new("unlike");
+        let path = folder.path("model.safetensors");
+        Tensor::full(ctx.rank() as f32, (4, 3), &Cpu)?.save_safetensors("up.weight", &path)?;
+        let (weights, mesh) = (Weights::open(&path)?, line(ctx, "tp")?);
+        let vb = MeshVarBuilder::from_weights(weights, 0, &mesh, colwise(), DType::F32, &Cpu)?;
+        Linear::new(3, 4, false, &vb.pp("up"))?;
+        vb.finish().map(drop)
+    }),
+    ("tensors that each rank has drawn", &["rank 0 has the tensor \"up.weight\" whose values"], |ctx| {
+        let drawn = [("up.weight", Tensor::randn(0f32, 1., (4, 3), &Cpu)?)];
+        let vb = MeshVarBuilder::parallelize(drawn, 0, &line(ctx, "tp")?, colwise(), DType::F32, &Cpu)?;
+        Linear::new(3, 4, false, &vb.pp("up"))?;
+        vb.finish().map(drop)
+    }),
     ("a shape of each rank", &["f32[4, 3]", "f32[5, 3]"], |ctx| {
         let vb = builder(&line(ctx, "tp")?, Plan::none())?;
         Linear::new(3, 4 + ctx.rank(), false, &vb.pp("up"))?;

@@ -449,6 +449,15 @@ fn the_name_of_two_that_transformers_sets_last_counts() {
 }
 
 #[test]
+fn scores_of_gemma_3_have_no_cap_as_in_transformers() {
+    let cap = |case: &str| {
+        let fields = with(&of_family(case), &json!({"attn_logit_softcapping": 2.0}));
+        Config::parse(&fields).unwrap().parts.scores_cap
+    };
+    assert_eq!([cap("gemma2"), cap("gemma3")], [Some(2.0), None]);
+}
+
+#[test]
 fn configs_of_older_transformers_say_the_same_of_newer_families() {
     let parsed = |text: &str| {
         let Config { parts, rope_theta, rope_scaling, .. } = Config::parse(text).unwrap();

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
 use candle_core::{DType, Device, Tensor};
+use candle_lm::engine::{Engine, ModelOptions, Purpose};
 use candle_lm::files::Files;
 use candle_lm::random_model;
 use candle_lm::train::trainer::{Trainer, train};
@@ -404,5 +405,26 @@ fn hosts_with_other_files_are_refused_on_all_ranks() {
     let config = place.path("model").join("config.json");
     let changed = fs::read_to_string(&config).unwrap().replace("10000.0", "20000.0");
     fs::write(&config, changed).unwrap();
-    refused("the config of --model is another file");
+    refused("the config of the model is another file");
+    let place = self::place(&facts, &facts.models[5]);
+    let own = Files::open(&place.path("model")).unwrap();
+    let weights = place.path("model").join("model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    bytes[8 + header] ^= 1;
+    // The file that is open stays as it is.
+    fs::remove_file(&weights).unwrap();
+    fs::write(&weights, bytes).unwrap();
+    let other = Files::open(&place.path("model")).unwrap();
+    let held = ModelOptions::of(DType::F32);
+    let said = on_ranks(2, "weights", move |ctx| -> anyhow::Result<String> {
+        let files = if ctx.rank() == 0 { &own } else { &other };
+        Ok(Engine::new(ctx, 1, files, &held, Purpose::Score { window: 8 })
+            .err()
+            .map_or_else(String::new, |error| error.to_string()))
+    });
+    assert!(
+        said.iter().all(|said| said.starts_with("the file of the model's weights is another")),
+        "{said:?}"
+    );
 }

@@ -288,6 +288,7 @@ fn flags_that_cannot_work_are_refused_in_one_sentence() {
             (&["--json", book], &["--json", "also --train", "lost"]),
             (&["--valid", "Cargo.toml", "--log", "./Cargo.toml"], &["--log", "also --valid"]),
             (&["--log", "one", "--json", "one"], &["--log one", "also --json"]),
+            (&["--resume", "..", "--json", "../Cargo.toml"], &["--json", "a file of --resume", "lost"]),
             (&["--timeout", "0"], &["--timeout is 0"]),
             (&["--batch", "1048576", "--seq-len", "1024"], &["--batch 1048576", "--seq-len 1024"]),
             (&["--log-every", "0"], &["--log-every"]),
