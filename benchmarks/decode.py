@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Measures prompt and decode speed on a quantized model, here, in candle-transformers and in llama.cpp, alternately.
 
-Usage: python3 benchmarks/decode.py [--model FILE] [--rounds 5] [--max-tokens 64] [--prompt TEXT] [--context 4096]
+Usage: python3 benchmarks/decode.py [--model FILE] [--rounds 5] [--max-tokens 64] [--sentences 10] [--prompt TEXT]
+       [--context 4096]
        [--llama-python PYTHON]
 
 Without --model, it takes the SmolLM2-135M-Instruct of scripts/smollm2.sh. A rank has one thread where nothing else is said. Without a Python that
@@ -26,7 +27,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=5, help="alternating runs of each side [5]")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to write [64]")
     parser.add_argument("--context", type=int, default=4096, help="tokens that the cache of llama.cpp has room for [4096]")
-    parser.add_argument("--prompt", default=SENTENCE * 10, help="the text to continue")
+    parser.add_argument("--sentences", type=int, default=10, help="sentences of the prompt, of 22 tokens each [10]")
+    parser.add_argument("--prompt", help="another text to continue")
     python = os.environ.get("LLAMA_PYTHON", sys.executable)
     parser.add_argument("--llama-python", default=python, help="a Python with llama-cpp-python or xllamacpp")
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="only sides whose name has one of these texts")
@@ -36,7 +38,8 @@ def main():
     model = args.model or subprocess.check_output([ROOT / "scripts" / "smollm2.sh"], text=True).strip()
     if not model:
         sys.exit("scripts/smollm2.sh found no model; give one with --model.")
-    task = ["--model", model, "--prompt", args.prompt, "--max-tokens", str(args.max_tokens)]
+    prompt = SENTENCE * args.sentences if args.prompt is None else args.prompt
+    task = ["--model", model, "--prompt", prompt, "--max-tokens", str(args.max_tokens)]
     lm = [build("lm"), "generate", *task, "--temperature", "0", "--json", "-"]
     candle = [build("candle-decode", kind="example"), *task]
     sides = {
