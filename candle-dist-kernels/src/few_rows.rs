@@ -10,7 +10,7 @@ use std::hint::black_box;
 use super::element::Element;
 use super::parallel;
 use super::real::Real;
-use super::rows::by_blocks;
+use super::rows::{PARALLEL, by_blocks};
 
 /// The most input rows of training: a step's numbers then depend on its microbatches only where they are that small.
 const FEW: usize = 4;
@@ -54,10 +54,10 @@ pub(super) fn product<T: Real, E: Element<Real = T>>(
     if m * n * k == 0 {
         return Ok(vec![T::zero(); m * n]);
     }
-    if m <= FEW {
+    let part = n.div_ceil(STREAMS);
+    if m <= FEW && part * STREAMS * k >= PARALLEL {
         parallel::keep_awake();
     }
-    let part = n.div_ceil(STREAMS);
     let mut sums = vec![T::zero(); part * STREAMS * m];
     by_blocks(
         &mut sums,

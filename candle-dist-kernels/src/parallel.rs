@@ -56,7 +56,7 @@ struct Workers {
 /// How workers stay awake between two pieces of work.
 struct Watch {
     owner: thread::ThreadId,
-    /// The workers that look for work, and do not sleep.
+    /// The workers that look for work, and do not sleep, or are asked to.
     awake: AtomicUsize,
 }
 
@@ -83,10 +83,11 @@ impl Workers {
         if THREADS.load(Ordering::Relaxed) > cores {
             return;
         }
-        for _ in self.watch.awake.load(Ordering::Relaxed)..self.pool.current_num_threads() - 1 {
+        let workers = self.pool.current_num_threads() - 1;
+        if self.watch.awake.load(Ordering::Relaxed) < workers {
             let watch = Arc::clone(&self.watch);
-            watch.awake.fetch_add(1, Ordering::Relaxed);
-            self.pool.spawn(move || watch.look_for_work());
+            watch.awake.fetch_add(workers, Ordering::Relaxed);
+            self.pool.spawn_broadcast(move |_| watch.look_for_work());
         }
     }
 }
@@ -99,8 +100,11 @@ impl Drop for Workers {
 
 impl Watch {
     fn look_for_work(&self) {
-        // The owner has other things to do, and a worker that looks already finds this like any work.
-        if thread::current().id() != self.owner && !IS_LOOKING.replace(true) {
+        if thread::current().id() == self.owner {
+            return;
+        }
+        // A worker that looks already finds this like any work.
+        if !IS_LOOKING.replace(true) {
             let mut last = Instant::now();
             while last.elapsed() < AWAKE {
                 match rayon::yield_now() {

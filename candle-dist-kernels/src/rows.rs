@@ -11,7 +11,7 @@ use super::real::Real;
 const BLOCK: usize = 8 * 1024;
 
 /// The number of elements from which a kernel uses several threads.
-const PARALLEL: usize = 128 * 1024;
+pub(super) const PARALLEL: usize = 128 * 1024;
 
 /// Runs `work(first_row, rows)` over blocks of the rows of `out` and returns the results of the blocks, in order.
 ///

@@ -32,9 +32,17 @@ pub fn agreed<T>(group: &ProcessGroup, mine: anyhow::Result<T>) -> anyhow::Resul
 /// # Errors
 /// On every rank alike, with the file and the first rank that has another one.
 pub(crate) fn ensure_alike(group: &ProcessGroup, files: &[(String, String)]) -> anyhow::Result<()> {
-    for (file, own) in files {
-        if let Some(all) = group.compare(own)? {
-            let rank = all.iter().position(|other| *other != all[0]).unwrap_or(0);
+    // One text, as ranks may have lists of unlike lengths.
+    let lines: Vec<String> = files.iter().map(|(file, own)| format!("{file}\n{own}")).collect();
+    let text = serde_json::to_string(&lines)?;
+    let Some(all) = group.compare(&text)? else { return Ok(()) };
+    let of_ranks =
+        all.iter().map(|text| serde_json::from_str(text)).collect::<Result<Vec<Vec<String>>, _>>()?;
+    for (rank, lines) in of_ranks.iter().enumerate() {
+        let most = lines.len().max(of_ranks[0].len());
+        let unlike = (0..most).find(|&at| lines.get(at) != of_ranks[0].get(at));
+        if let Some(line) = unlike.and_then(|at| of_ranks[0].get(at).or(lines.get(at))) {
+            let file = line.split('\n').next().unwrap_or_default();
             bail!("{file} is another file for rank {rank} than for rank 0: give all hosts the same one");
         }
     }

@@ -283,8 +283,13 @@ impl Files {
             .adapters
             .iter()
             .map(|adapter| (format!("the adapter {:?}", adapter.name()), adapter.weights()));
-        let mut traits =
-            vec![("the config of the model".to_string(), format!("{:?} {:?}", self.config, self.ends))];
+        let mut traits = vec![
+            ("the config of the model".to_string(), format!("{:?}", self.config)),
+            (
+                "the list of tokens that end a text, of generation_config.json or config.json,".to_string(),
+                format!("{:?}", self.ends),
+            ),
+        ];
         for (name, weights) in weights.chain(adapters) {
             traits.push((name, format!("{:?}", weights.map(|weights| weights.fingerprint()).transpose()?)));
         }

@@ -39,7 +39,7 @@ pub struct EncoderConfig {
     #[serde(default)]
     position_embedding_type: Option<String>,
     #[serde(default)]
-    is_decoder: bool,
+    is_decoder: Option<bool>,
     /// The longest text, where `sentence_bert_config.json` says it.
     #[serde(skip)]
     max_seq_length: Option<usize>,
@@ -82,7 +82,7 @@ impl EncoderConfig {
             heads > 0 && hidden_size.is_multiple_of(heads),
             "num_attention_heads {heads} does not divide hidden_size {hidden_size}"
         );
-        ensure!(!config.is_decoder, "is_decoder is true, and only encoders are supported");
+        ensure!(config.is_decoder != Some(true), "is_decoder is true, and only encoders are supported");
         check_pooling(&folder.join(check_modules(folder)?))?;
         config.max_seq_length = check_texts(folder)?;
         Ok(config)

@@ -192,9 +192,10 @@ impl Args {
         for (flag, written, json) in [("--json", &self.json, None), ("--log", log, json)] {
             for (other, path) in inputs.iter().copied().chain(json) {
                 let Some(written) = written else { continue };
-                let is = if is_model_file(written, path) { "is a file of" } else { "is also" };
+                let is_of_model = flag == "--json" && is_model_file(written, path);
+                let is = if is_of_model { "is a file of" } else { "is also" };
                 require!(
-                    is == "is also" && !is_one_file(written, path),
+                    !is_of_model && !is_one_file(written, path),
                     "{flag} {} {is} {other}, which would be lost: give another file.",
                     written.display()
                 );
@@ -214,12 +215,28 @@ fn is_one_file(a: &Path, b: &Path) -> bool {
     found(a) == found(b)
 }
 
-/// Returns whether a path leads to a file of the model, the adapter or the checkpoint in a folder. A report that an earlier run has left
-/// there is none.
+/// The ends of the names of files of models, adapters and checkpoints.
+const MODEL_FILES: [&str; 14] = [
+    ".safetensors",
+    ".gguf",
+    ".bin",
+    ".jinja",
+    ".model",
+    "config.json",
+    ".index.json",
+    "tokenizer.json",
+    "vocab.json",
+    "tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "modules.json",
+    "transformers.json",
+];
+
+/// Returns whether a path leads to a file of the model, the adapter or the checkpoint in a folder, as far as its name tells. Reports of
+/// earlier runs are none.
 fn is_model_file(path: &Path, folder: &Path) -> bool {
     let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
-    let is_report = name.ends_with(".json")
-        && !["config.json", "index.json", "tokens_map.json"].iter().any(|end| name.ends_with(end))
-        && !["tokenizer", "training", "checkpoint"].iter().any(|begin| name.starts_with(begin));
-    path.is_file() && folder.is_dir() && found(path).starts_with(found(folder)) && !is_report
+    let is_named_so = name == "training.json" || MODEL_FILES.iter().any(|end| name.ends_with(end));
+    is_named_so && path.is_file() && folder.is_dir() && found(path).starts_with(found(folder))
 }

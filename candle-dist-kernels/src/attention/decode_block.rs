@@ -224,7 +224,7 @@ pub(super) fn join<T: Real>(blocks: &[&[T]], query: usize, scale: T, width: usiz
     let (out, logarithm) = out.split_at_mut(width);
     let mut total = T::zero();
     for (mixed, norms) in of_query() {
-        let share = if blocks.len() == 1 { T::one() } else { ((norms[0] - top) * scale).exp_neg(T::zero()) };
+        let share = ((norms[0] - top) * scale).exp_neg(T::zero());
         total += norms[1] * share;
         for (out, &mixed) in out.iter_mut().zip(mixed) {
             *out += mixed * share;

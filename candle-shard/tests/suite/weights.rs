@@ -350,6 +350,10 @@ fn copies_of_a_model_have_one_fingerprint_however_they_are_cut_into_files() {
     let whole = print(&[&[("v", &v), ("w", &w)]]);
     assert_eq!(print(&[&[("w", &w)], &[("v", &v)]]), whole);
     assert_ne!(print(&[&[("v", &v), ("w", &other)]]), whole);
+    // What lies where a tensor without elements does is none of it.
+    let empty = Tensor::zeros(0, DType::F32, &Device::Cpu).unwrap();
+    let whole = print(&[&[("a", &empty), ("v", &v), ("w", &w)]]);
+    assert_eq!(print(&[&[("w", &w), ("v", &v)], &[("a", &empty)]]), whole);
 }
 
 /// As transformers reads such a folder, which has an index that an earlier save has left.

@@ -96,7 +96,7 @@ impl WeightFile {
             let mut first = [0; SAMPLE];
             // What follows a small tensor is none of it.
             let end = starts.get(starts.partition_point(|start| start <= at)).unwrap_or(&self.data.end);
-            let count = (end - at).min(SAMPLE as u64) as usize;
+            let count = if shape.contains(&0) { 0 } else { (end - at).min(SAMPLE as u64) as usize };
             self.fill(*at, &mut first[..count])?;
             Ok([format!("{name}\n{dtype}{shape:?}").as_bytes(), &first].concat())
         };

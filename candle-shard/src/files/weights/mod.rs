@@ -30,6 +30,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Named tensors in safetensors files: one file, several, a model with a Hugging Face index, or a
@@ -67,6 +68,7 @@ pub struct Weights {
     bytes_read: AtomicU64,
     /// What tells a checkpoint from others at the same place.
     identity: Option<u64>,
+    fingerprint: OnceLock<u64>,
 }
 
 /// A tensor as stored in files.
@@ -126,7 +128,14 @@ impl Weights {
 
     fn empty(source: &Path) -> Self {
         let (source, bytes_read) = (source.into(), AtomicU64::new(0));
-        Self { source, files: Vec::new(), tensors: BTreeMap::new(), bytes_read, identity: None }
+        Self {
+            source,
+            files: Vec::new(),
+            tensors: BTreeMap::new(),
+            bytes_read,
+            identity: None,
+            fingerprint: OnceLock::new(),
+        }
     }
 
     /// Returns a number that tells a checkpoint from others at the same place; `None` if it is none.
@@ -142,15 +151,15 @@ impl Weights {
     /// # Errors
     /// If a file cannot be read.
     pub fn fingerprint(&self) -> Result<u64> {
-        if let Some(identity) = self.identity {
-            return Ok(identity);
+        if let Some(known) = self.identity.or_else(|| self.fingerprint.get().copied()) {
+            return Ok(known);
         }
         let mut all = Vec::new();
         for file in &self.files {
             all.extend(file.traits()?);
         }
         all.sort_unstable();
-        Ok(digest_bytes(&all.concat()))
+        Ok(*self.fingerprint.get_or_init(|| digest_bytes(&all.concat())))
     }
 
     /// Returns the names of the tensors, sorted.
