@@ -50,14 +50,14 @@ pub(super) fn threads() -> usize {
 /// The threads of a thread that computes.
 struct Workers {
     pool: ThreadPool,
-    watch: Arc<Watch>,
+    awake: Arc<AwakeWorkers>,
 }
 
 /// How workers stay awake between two pieces of work.
-struct Watch {
+struct AwakeWorkers {
     owner: thread::ThreadId,
-    /// The workers that look for work, and do not sleep, or are asked to.
-    awake: AtomicUsize,
+    /// How many look for work, and do not sleep, or are asked to.
+    count: AtomicUsize,
 }
 
 /// The threads of all pools of this process.
@@ -73,7 +73,7 @@ impl Workers {
         THREADS.fetch_add(threads, Ordering::Relaxed);
         Some(Self {
             pool,
-            watch: Arc::new(Watch { owner: thread::current().id(), awake: AtomicUsize::new(0) }),
+            awake: Arc::new(AwakeWorkers { owner: thread::current().id(), count: AtomicUsize::new(0) }),
         })
     }
 
@@ -84,10 +84,10 @@ impl Workers {
             return;
         }
         let workers = self.pool.current_num_threads() - 1;
-        if self.watch.awake.load(Ordering::Relaxed) < workers {
-            let watch = Arc::clone(&self.watch);
-            watch.awake.fetch_add(workers, Ordering::Relaxed);
-            self.pool.spawn_broadcast(move |_| watch.look_for_work());
+        if self.awake.count.load(Ordering::Relaxed) < workers {
+            let awake = Arc::clone(&self.awake);
+            awake.count.fetch_add(workers, Ordering::Relaxed);
+            self.pool.spawn_broadcast(move |_| awake.look_for_work());
         }
     }
 }
@@ -98,7 +98,7 @@ impl Drop for Workers {
     }
 }
 
-impl Watch {
+impl AwakeWorkers {
     fn look_for_work(&self) {
         if thread::current().id() == self.owner {
             return;
@@ -115,7 +115,7 @@ impl Watch {
             }
             IS_LOOKING.set(false);
         }
-        self.awake.fetch_sub(1, Ordering::Relaxed);
+        self.count.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -239,7 +239,7 @@ mod tests {
     fn workers_that_stay_awake_work_and_sleep_at_last() {
         thread::spawn(|| {
             let workers = Workers::new(2).unwrap();
-            let awake = || workers.watch.awake.load(Ordering::Relaxed);
+            let awake = || workers.awake.count.load(Ordering::Relaxed);
             // Other pools may have the cores.
             let is_alone = THREADS.load(Ordering::Relaxed) <= thread::available_parallelism().unwrap().get();
             workers.keep_awake();
