@@ -55,7 +55,7 @@ fn of_a_model(ranks: usize) -> Result<Vec<kernels::QuantizedMatrix>> {
     (0..16).map(one).collect()
 }
 
-/// Reads so many bytes on all threads of this rank, and computes next to nothing.
+/// Reads these words on all threads of this rank. The sums keep the compiler from leaving the reads out.
 fn read(words: &[u64]) {
     let sum = |words: &[u64]| {
         let (blocks, _) = words.as_chunks::<64>();

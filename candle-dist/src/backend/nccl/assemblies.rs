@@ -89,7 +89,7 @@ impl Drop for CallTurn<'_> {
 }
 
 impl AssemblyTable {
-    /// Creates the table of a world, of which ranks may share a GPU.
+    /// Creates the table of a world. `shares` says whether some of its ranks share a GPU.
     pub(crate) fn new(shares: bool) -> Arc<Self> {
         Arc::new(Self { shares, state: Mutex::default(), changed: Condvar::new() })
     }
@@ -142,7 +142,8 @@ impl CallMember {
         self.table.shares
     }
 
-    /// This member comes to its next call, after work of which `has_ended` tells, and waits until the call begins, or goes ahead.
+    /// This member comes to its next call. `has_ended` says whether the work before the call has ended. If the call `waits`, the member
+    /// enqueues it when it has begun; otherwise at once.
     pub(super) fn come(&self, waits: bool, has_ended: impl Fn() -> bool + Send + 'static) -> MemberCall {
         let mut state = self.table.state.lock();
         let mut number = 0;

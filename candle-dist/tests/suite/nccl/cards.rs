@@ -174,7 +174,7 @@ fn started_calls(ctx: &RankContext) -> Result<()> {
             (a.all_reduce(&x, ReduceOp::Sum)?, pending)
         };
         [sum, pending.wait()?].into_iter().try_for_each(check)?;
-        // A message beside a call that only one has started.
+        // Both ranks send a message, and only rank 0 has started a call before it receives one.
         ctx.group().send(&x, 1 - ctx.rank())?;
         let pending = is_first.then(|| start(&a));
         let received = ctx.group().recv(6, DType::F32, 1 - ctx.rank())?;

@@ -50,7 +50,7 @@ impl Weights {
 fn open_folder(folder: &Path) -> Result<Weights> {
     let at = |name: &str| Some(folder.join(name)).filter(|path| path.exists());
     let single = at(SINGLE);
-    // An index of other files beside a single one is what an earlier save has left. transformers reads the single one, too.
+    // If the index does not name the single file, an earlier save has left the index. transformers reads the single file, too.
     let several = at(SEVERAL).filter(|path| single.is_none() || names_single(path).unwrap_or_default());
     match at(INDEX).or(several).or(single) {
         Some(path) => Weights::open(path),

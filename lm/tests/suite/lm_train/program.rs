@@ -107,7 +107,7 @@ fn each_step_is_a_line_of_the_log_which_a_resumed_training_goes_on_with() {
     assert!(all[..3] == first[..] && all.len() == 4 && all[3]["step"] == 4);
     // A training that ended behind the checkpoint, in the middle of a line: its last steps are made again.
     let stopped = fs::read_to_string(&log).unwrap() + "{\"step\": 5, \"lo";
-    // A log may lie beside the checkpoints.
+    // A training may write its log into the folder of its checkpoints.
     let log = saved.join("log.jsonl");
     fs::write(&log, stopped).unwrap();
     let more = llama(&[&resume[..], &["--log", log.to_str().unwrap()]].concat());
